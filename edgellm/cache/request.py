@@ -1,0 +1,409 @@
+"""One runtime request as the coordinator holds it: handle, state machine, sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from edgellm.cache.lengths import LengthLedger
+from edgellm.cache.types import (
+    BlockKeyExtras,
+    ContextCacheCommitPolicy,
+    ContextCacheLookupPolicy,
+    DecodingTokenStateContract,
+    Hash128,
+    PublicationPoint,
+    ReuseReport,
+)
+from edgellm.errors import ContractViolation, InvariantError
+from edgellm.log import get_logger
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from edgellm._core.block_hash import TokenChain
+    from edgellm._core.cache_manager import CacheRequestLease
+    from edgellm.cache.coordinator import ContextCacheCoordinator
+    from edgellm.cache.policy import PublicationPolicy
+    from edgellm.runtime.device import Stream
+    from edgellm.session.types import ResidentRef
+
+logger = get_logger(__name__)
+
+
+class Phase(Enum):
+    ADMITTED = "admitted"
+    EXECUTING = "executing"
+    FINISHING = "finishing"
+
+
+@dataclass(frozen=True, slots=True)
+class StagedHybridPublication:
+    """A checkpoint captured but not yet published (checkpoint flavours only)."""
+
+    checkpoint: Any
+    snapshots: Any
+    point: PublicationPoint
+
+
+class SequenceState:
+    """One live sequence.  Its lengths live in the request's `LengthLedger` at `index`.
+
+    Owns one lease; the coordinator releases it.  `chain` is the only copy of the tokens.
+    """
+
+    __slots__ = (
+        "_lengths",
+        "chain",
+        "commit_policy",
+        "frozen_spec_prefill_length",
+        "index",
+        "joined",
+        "key_extras",
+        "lease",
+        "lookup_policy",
+        "per_position_media_hash",
+        "published_exact_length",
+        "replay_tail_length",
+        "resident",
+        "reuse_report",
+        "staged_hybrid_publication",
+    )
+
+    def __init__(
+        self,
+        *,
+        lease: CacheRequestLease,
+        chain: TokenChain,
+        resident: ResidentRef,
+        key_extras: BlockKeyExtras,
+        per_position_media_hash: Sequence[Hash128 | None],
+        lookup_policy: ContextCacheLookupPolicy,
+        commit_policy: ContextCacheCommitPolicy,
+        replay_tail_length: int,
+        reuse_report: ReuseReport,
+        joined: bool,
+    ) -> None:
+        self.lease = lease
+        self.chain = chain
+        self.resident = resident
+        self.key_extras = key_extras
+        self.per_position_media_hash = per_position_media_hash
+        self.lookup_policy = lookup_policy
+        self.commit_policy = commit_policy
+        self.replay_tail_length = replay_tail_length
+        self.reuse_report = reuse_report
+        self.joined = joined
+        self.published_exact_length = 0
+        self.frozen_spec_prefill_length: int | None = None
+        self.staged_hybrid_publication: StagedHybridPublication | None = None
+        self.index = -1
+        self._lengths: LengthLedger | None = None
+
+    def attach(self, lengths: LengthLedger, index: int) -> None:
+        """Say where this sequence's lengths are."""
+        self._lengths = lengths
+        self.index = index
+
+    @property
+    def lengths(self) -> LengthLedger:
+        if self._lengths is None:
+            raise InvariantError("the sequence is not part of a request; append it with Impl.append_sequence")
+        return self._lengths
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """(num_tokens,) int32, a copy."""
+        return self.chain.token_ids()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.num_tokens[self.index])
+
+    @property
+    def reuse_token_length(self) -> int:
+        return int(self.lengths.reuse[self.index])
+
+    @property
+    def committed_state_length(self) -> int:
+        return int(self.lengths.committed[self.index])
+
+    @property
+    def common_state_length(self) -> int:
+        return int(self.lengths.common[self.index])
+
+    @property
+    def published_full_block_count(self) -> int:
+        return int(self.lengths.published_blocks[self.index])
+
+    @property
+    def finalized(self) -> bool:
+        return bool(self.lengths.finalized[self.index])
+
+
+class RequestSlotToken:
+    """One unit of the coordinator's active count: +1 when taken, -1 when dropped, once."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: ContextCacheCoordinator) -> None:
+        self.owner: ContextCacheCoordinator | None = owner
+        owner._active_requests += 1
+
+    def drop(self) -> None:
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            owner._active_requests -= 1
+
+
+@dataclass(slots=True)
+class _Compaction:
+    """The one outstanding old-to-new mapping; batch size -1 means none."""
+
+    mapping: list[int] = field(default_factory=list)
+    batch_size: int = -1
+    device_mapping: Any = None
+
+
+class Impl:
+    """What a handle owns: state variables, policy, sequences in execution order.
+
+    A *container* began without sequences: it lives as long as a session, everybody joins it, and it
+    stays executing when it is empty.
+    """
+
+    __slots__ = (
+        "_awaiting",
+        "_pending",
+        "_phase",
+        "advances_applied",
+        "chains",
+        "commit_policy",
+        "compaction",
+        "is_container",
+        "leases",
+        "lengths",
+        "lookup_policy",
+        "owner",
+        "publication_policy",
+        "refused_slot",
+        "replay_tail_length",
+        "request_slot",
+        "sequences",
+        "speculative_request",
+        "stream",
+        "token_state_contract",
+    )
+
+    def __init__(self, owner: ContextCacheCoordinator, stream: Stream, capacity: int) -> None:
+        self.request_slot = RequestSlotToken(owner)
+        self.owner = owner
+        self.stream = stream
+        self.publication_policy: PublicationPolicy | None = None
+        self.speculative_request = False
+        self.token_state_contract = DecodingTokenStateContract.COMMITTED_PLUS_LOOKAHEAD
+        self.lookup_policy = ContextCacheLookupPolicy.USE_CACHE
+        self.commit_policy = ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS
+        self.replay_tail_length = 0
+        self.is_container = False
+        self.compaction = _Compaction()
+        self.refused_slot: int | None = None
+        self.advances_applied = 0
+        self.sequences: list[SequenceState] = []
+        self.leases: list[CacheRequestLease] = []
+        self.chains: list[TokenChain] = []
+        self.lengths = LengthLedger(capacity)
+        self._phase = Phase.ADMITTED
+        self._pending = False
+        self._awaiting = False
+
+    # --- queries -----------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    def admitted(self) -> bool:
+        return self._phase is Phase.ADMITTED
+
+    def executing(self) -> bool:
+        return self._phase is Phase.EXECUTING
+
+    def finishing(self) -> bool:
+        return self._phase is Phase.FINISHING
+
+    def has_pending_device_work(self) -> bool:
+        return self._pending
+
+    def awaiting_first_spec_completion(self) -> bool:
+        return self._awaiting
+
+    def compaction_outstanding(self) -> bool:
+        return self.compaction.batch_size >= 0
+
+    @property
+    def policy(self) -> PublicationPolicy:
+        if self.publication_policy is None:
+            raise InvariantError("the request has no publication policy; begin_request chooses one")
+        return self.publication_policy
+
+    # --- transitions -------------------------------------------------------------------------------------
+
+    def open_container(self) -> None:
+        """admitted -> executing and idle, with nothing enqueued."""
+        self._require(Phase.ADMITTED, "open_container")
+        self._phase = Phase.EXECUTING
+
+    def begin_prefill(self) -> None:
+        """admitted -> executing, with prefill work enqueued on the stream."""
+        self._require(Phase.ADMITTED, "begin_prefill")
+        self._phase = Phase.EXECUTING
+        self._pending = True
+
+    def mark_device_work_enqueued(self) -> None:
+        self._require(Phase.EXECUTING, "mark_device_work_enqueued")
+        self._pending = True
+
+    def mark_device_work_synchronized(self) -> None:
+        """The stream is known to be idle."""
+        self._pending = False
+
+    def mark_device_work_resolved_without_sync(self) -> None:
+        """The work is provably complete and nothing asynchronous remains."""
+        self._pending = False
+
+    def begin_spec_draft_init(self) -> None:
+        self._require(Phase.EXECUTING, "begin_spec_draft_init")
+        if not self._pending:
+            raise ContractViolation("begin_spec_draft_init needs pending device work; call prepare_prefill first")
+        self._awaiting = True
+
+    def end_spec_draft_init(self) -> None:
+        self._awaiting = False
+
+    def mark_finishing(self) -> None:
+        self._phase = Phase.FINISHING
+
+    def _require(self, phase: Phase, call: str) -> None:
+        if self._phase is not phase:
+            raise ContractViolation(f"{call} needs a request that is {phase.value}; this one is {self._phase.value}")
+
+    # --- sequences ---------------------------------------------------------------------------------------
+
+    def append_sequence(self, sequence: SequenceState, *, coverage: int) -> None:
+        """Add a sequence at the end of the execution order; the request owns its lease from here."""
+        index = len(self.sequences)
+        use_cache = sequence.lookup_policy is ContextCacheLookupPolicy.USE_CACHE
+        generated = sequence.commit_policy is ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS
+        self.lengths.append(
+            reuse=sequence.reuse_report.reused_tokens,
+            num_tokens=sequence.chain.num_tokens,
+            coverage=coverage,
+            publishes=use_cache,
+            publishes_generated=generated,
+        )
+        self.sequences.append(sequence)
+        self.leases.append(sequence.lease)
+        self.chains.append(sequence.chain)
+        sequence.attach(self.lengths, index)
+
+    def pop_sequence(self) -> SequenceState:
+        """Remove the last sequence; the caller releases its lease."""
+        self.lengths.pop()
+        self.leases.pop()
+        self.chains.pop()
+        return self.sequences.pop()
+
+    def keep_sequences(self, survivors: list[int]) -> None:
+        """Keep the named sequences in this order (leases of the others are the caller's)."""
+        self.sequences = [self.sequences[index] for index in survivors]
+        self.leases = [sequence.lease for sequence in self.sequences]
+        self.chains = [sequence.chain for sequence in self.sequences]
+        self.lengths.keep(survivors)
+        for index, sequence in enumerate(self.sequences):
+            sequence.attach(self.lengths, index)
+
+    def replace_lease(self, index: int, lease: CacheRequestLease) -> CacheRequestLease:
+        """Swap a sequence's lease; the caller releases the one returned."""
+        old = self.leases[index]
+        self.leases[index] = self.sequences[index].lease = lease
+        return old
+
+    def destroy(self) -> None:
+        """Release every lease, then drop the active count: in this order, so the count outlives the pages."""
+        for lease in self.leases:
+            lease.release()
+        self.owner._forget_residents(self)
+        self.sequences, self.leases, self.chains = [], [], []
+        self.lengths.size = 0
+        self.request_slot.drop()
+
+
+class RequestHandle:
+    """The caller's hold on one request.  Never copied; ends by `finish`, `abandon` or `close`.
+
+    As a context manager it abandons the request on exit when nobody finished it.
+    """
+
+    __slots__ = ("__weakref__", "_impl")
+
+    def __init__(self, impl: Impl | None = None) -> None:
+        self._impl = impl
+
+    def valid(self) -> bool:
+        return self._impl is not None
+
+    @property
+    def impl(self) -> Impl:
+        """The state behind a valid handle."""
+        if self._impl is None:
+            raise ContractViolation("the request handle is empty: it was finished, abandoned or moved; begin a new one")
+        return self._impl
+
+    @property
+    def refused_slot(self) -> int | None:
+        """The sequence (execution order) whose growth the last `prepare_decode_step` refused."""
+        return self.impl.refused_slot
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.impl.sequences)
+
+    def sequence(self, slot: int) -> SequenceState:
+        """The sequence at position `slot` of the execution order."""
+        sequences = self.impl.sequences
+        if not 0 <= slot < len(sequences):
+            raise ContractViolation(f"slot {slot} is out of range; the request has {len(sequences)} sequences")
+        return sequences[slot]
+
+    def take(self) -> Impl:
+        """Empty the handle and return what it held."""
+        impl = self.impl
+        self._impl = None
+        return impl
+
+    def abandon(self) -> None:
+        """Drop the request without finishing it: drain, then release; publishes nothing.  Never raises."""
+        if self._impl is not None:
+            impl = self.take()
+            impl.owner._abandon(impl)
+
+    close = abandon
+
+    def __enter__(self) -> RequestHandle:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.abandon()
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a request handle is never copied or pickled; hand the object itself over")
+
+    def __del__(self) -> None:
+        # A last resort: every path of the product ends its handles explicitly.
+        if getattr(self, "_impl", None) is not None:
+            logger.error("a request handle was dropped while its request was live; it is abandoned now")
+            self.abandon()

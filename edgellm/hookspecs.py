@@ -1,0 +1,41 @@
+"""Every hook of edgellm.  Hooks run at start-up and only register; chosen objects are called directly.
+
+A plugin is a module or object named by an entry point in the group `edgellm.plugins`.  It states the API
+range it was built for as `EDGELLM_API = ((major, minor), (major, minor))`, lowest and highest inclusive.
+Adding an optional argument raises the minor number; removing or re-meaning one raises the major number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from edgellm.plugins import DecoderRegistrar, PolicyRegistrar
+
+API_VERSION = (1, 0)
+ENTRY_POINT_GROUP = "edgellm.plugins"
+
+hookspec = pluggy.HookspecMarker("edgellm")
+hookimpl = pluggy.HookimplMarker("edgellm")
+
+
+class HookSpecs:
+    """The hooks, as pluggy sees them."""
+
+    @hookspec
+    def edgellm_register_publication_policies(self, register: PolicyRegistrar) -> None:
+        """Register publication policies: what they serve, with which priority, and their factory.
+
+        Call `register(name, factory, serves, priority=0)` once per policy.  `serves(profile,
+        speculative_request) -> bool` says for which deployments and requests the policy is right;
+        `factory(coordinator)` builds one policy object per request handle.
+        """
+
+    @hookspec
+    def edgellm_register_decoders(self, register: DecoderRegistrar) -> None:
+        """Register decoding strategies: call `register(name, factory, kind, priority=0)` once per decoder.
+
+        `kind` is the decoder kind it serves (`"vanilla"`, `"eagle"`, ...); `factory()` builds it.
+        """

@@ -1,0 +1,137 @@
+"""Identity framing, the support matrix and the reuse contracts of decoders."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from edgellm._core.block_hash import TokenChain, append_each, encode_key_extras
+from edgellm.cache.deployment import check_geometry, check_support, resolve_spec_reuse_contract
+from edgellm.cache.identity import adapter_key, frame, isolation_digest, request_key_extras
+from edgellm.cache.types import AdapterKey, BaseStateKind, BlockKeyExtras, DeploymentConfig, SpecReuseContract
+from edgellm.errors import InvalidArgumentError, UnsupportedModelError
+
+ATTENTION, RECURRENT, HYBRID = BaseStateKind.ATTENTION_ONLY, BaseStateKind.PURE_RECURRENT, BaseStateKind.HYBRID
+
+
+def test_framing_is_unambiguous():
+    fields = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("abc", None), (None, "abc"), ("",), (None,), ()]
+    assert len({frame(*entry) for entry in fields}) == len(fields)
+
+
+def test_every_part_of_the_identity_separates():
+    parts = itertools.product(("model-a", "model-b"), ("float32", "bfloat16"), (None, "", "x", "y"))
+    digests = [isolation_digest(model_fingerprint=m, kv_dtype=d, cache_salt=s) for m, d, s in parts]
+    assert len(set(digests)) == 16
+    assert digests[0] == isolation_digest(model_fingerprint="model-a", kv_dtype="float32")
+
+
+def test_adapter_and_salt_of_the_same_name_differ():
+    """Fields of a key never run together: adapter X without salt is not salt X without adapter."""
+    model = {"model_fingerprint": "m", "kv_dtype": "float32"}
+    extras = [
+        request_key_extras(**model),
+        request_key_extras(**model, cache_salt="X"),
+        request_key_extras(**model, adapter=adapter_key("X", 0)),
+        request_key_extras(**model, adapter=adapter_key("X", 1)),
+        request_key_extras(**model, adapter=adapter_key("Y", 0)),
+        request_key_extras(**model, cache_salt="X", adapter=adapter_key("X", 0)),
+        request_key_extras(**model, adapter=AdapterKey(0, 0)),
+        BlockKeyExtras(),
+    ]
+    assert len({encode_key_extras(entry) for entry in extras}) == len(extras)
+
+
+def test_identity_needs_model_and_dtype():
+    with pytest.raises(InvalidArgumentError, match="must be non-empty"):
+        isolation_digest(model_fingerprint="", kv_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "contract"),
+    [
+        ("vanilla", None),
+        ("mtp", SpecReuseContract(True, 1)),
+        ("eagle", SpecReuseContract(True, 1)),
+        ("dflash", SpecReuseContract(True, 0)),
+        ("jetspec", SpecReuseContract(True, 0)),
+        ("dspark", SpecReuseContract(True, 0)),
+        ("shared_kv_mtp", SpecReuseContract(False, 0)),
+        ("prompt_lookup", SpecReuseContract(False, 0)),
+    ],
+)
+def test_056_reuse_contracts_of_decoders(kind, contract):
+    assert resolve_spec_reuse_contract(kind, has_draft_config=True, has_spec_config=True) == contract
+    if contract is not None and kind != "prompt_lookup":
+        for draft, spec in ((False, True), (True, False)):
+            with pytest.raises(InvalidArgumentError, match="needs a draft and a speculative configuration"):
+                resolve_spec_reuse_contract(kind, has_draft_config=draft, has_spec_config=spec)
+
+
+def test_056_unknown_decoder_is_an_error():
+    with pytest.raises(InvalidArgumentError, match="'medusa' has no reuse contract"):
+        resolve_spec_reuse_contract("medusa")
+
+
+@pytest.mark.parametrize(
+    ("base", "decoder", "supported"),
+    [
+        (ATTENTION, "vanilla", True),
+        (ATTENTION, "eagle", True),
+        (ATTENTION, "dflash", True),
+        (ATTENTION, "jetspec", True),
+        (ATTENTION, "dspark", True),
+        (ATTENTION, "shared_kv_mtp", True),
+        (ATTENTION, "prompt_lookup", True),
+        (ATTENTION, "mtp", False),
+        (RECURRENT, "vanilla", True),
+        (RECURRENT, "eagle", False),
+        (HYBRID, "vanilla", True),
+        (HYBRID, "mtp", True),
+        (HYBRID, "eagle", False),
+        (HYBRID, "dflash", False),
+    ],
+)
+def test_157_support_matrix(base, decoder, supported):
+    if supported:
+        check_support(base, decoder)
+        return
+    with pytest.raises(UnsupportedModelError, match=decoder if decoder != "mtp" else "MTP"):
+        check_support(base, decoder)
+
+
+@pytest.mark.parametrize(
+    "option", [{"bidirectional_vision_attention": True}, {"trajectory_runner": True}, {"tensor_parallel_size": 2}]
+)
+def test_157_rejected_whatever_the_decoder(option):
+    with pytest.raises(UnsupportedModelError):
+        check_support(ATTENTION, "vanilla", **option)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"page_size": 0}, {"num_pages": 0}, {"num_pages": 2**31}, {"max_batch_size": True}, {"num_draft_pages": -1}],
+)
+def test_158_geometry_out_of_range_is_an_error(change):
+    good = {"max_batch_size": 2, "max_input_length": 8, "max_kv_capacity": 8, "page_size": 4, "num_pages": 3}
+    check_geometry(DeploymentConfig(**good))
+    with pytest.raises(InvalidArgumentError, match=next(iter(change))):
+        check_geometry(DeploymentConfig(**{**good, **change}))
+
+
+def test_append_each_equals_single_appends():
+    chains, twins = [TokenChain(2) for _ in range(3)], [TokenChain(2) for _ in range(3)]
+    for step in range(5):
+        tokens = np.array([step, 7 * step + 1, 90 - step], np.int32)
+        append_each(chains, tokens)
+        for twin, token in zip(twins, tokens.tolist(), strict=True):
+            twin.append(token)
+    assert [chain.token_ids().tolist() for chain in chains] == [twin.token_ids().tolist() for twin in twins]
+    assert [chain.hash_at(1) for chain in chains] == [twin.hash_at(1) for twin in twins]
+    with pytest.raises(InvalidArgumentError, match="2 tokens for 3 chains"):
+        append_each(chains, np.zeros(2, np.int32))
+    with pytest.raises(InvalidArgumentError, match="pass TokenChain objects"):
+        append_each([chains[0], "x"], np.zeros(2, np.int32))
+    assert [chain.num_tokens for chain in chains] == [5, 5, 5]

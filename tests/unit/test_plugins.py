@@ -1,0 +1,340 @@
+"""The plugin loader: isolation, version check, selection, report, and choosing by what is served."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+import edgellm.plugins as plugins_module
+from edgellm.builtin.base_endpoint import BaseEndpointPolicy
+from edgellm.builtin.vanilla import VanillaDecoder
+from edgellm.cache.types import BaseStateKind, ContextCacheDeploymentProfile, SpecReuseContract
+from edgellm.decoding.base import DecodingStrategy, StepTokens
+from edgellm.errors import InvalidArgumentError, PluginError
+from edgellm.hookspecs import API_VERSION, hookimpl
+from edgellm.plugins import DecoderRegistrar, PluginStatus, PolicyRegistrar, load_plugins
+
+ATTENTION = ContextCacheDeploymentProfile()
+EAGLE = ContextCacheDeploymentProfile(spec_reuse_contract=SpecReuseContract(True, 1))
+SHARED_KV = ContextCacheDeploymentProfile(spec_reuse_contract=SpecReuseContract(False, 0))
+HYBRID = ContextCacheDeploymentProfile(base_state_kind=BaseStateKind.HYBRID)
+
+
+def make_plugin(*, api=((1, 0), (1, 9)), policy=None, decoder=None, extra_hook=None):
+    """A plugin module; `policy` and `decoder` are called with the registrar."""
+    plugin = types.ModuleType("test_plugin")
+    if api is not None:
+        plugin.EDGELLM_API = api
+    if policy is not None:
+
+        @hookimpl
+        def edgellm_register_publication_policies(register):
+            policy(register)
+
+        plugin.edgellm_register_publication_policies = edgellm_register_publication_policies
+    if decoder is not None:
+
+        @hookimpl
+        def edgellm_register_decoders(register):
+            decoder(register)
+
+        plugin.edgellm_register_decoders = edgellm_register_decoders
+    if extra_hook is not None:
+        setattr(plugin, extra_hook, hookimpl(lambda: None))
+    return plugin
+
+
+class FakeEntryPoint:
+    def __init__(self, name, load, distribution="edgellm-thing", version="2.5"):
+        self.name = name
+        self.load = load
+        self.dist = types.SimpleNamespace(name=distribution, version=version)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Pretend that these entry points are installed."""
+
+    def _install(*entry_points):
+        def entry_points_of(*, group):
+            assert group == "edgellm.plugins"
+            return list(entry_points)
+
+        monkeypatch.setattr(plugins_module.importlib.metadata, "entry_points", entry_points_of)
+
+    monkeypatch.delenv("EDGELLM_PLUGINS", raising=False)
+    monkeypatch.delenv("EDGELLM_PLUGINS_STRICT", raising=False)
+    return _install
+
+
+def report_of(plugins, name):
+    (report,) = [report for report in plugins.reports if report.name == name]
+    return report
+
+
+def eagle_policy(register):
+    register("eagle-spec", lambda coordinator: "eagle", lambda profile, spec: spec and profile.owns_paged_spec_state)
+
+
+def test_builtins_register_through_the_same_hooks(install):
+    install()
+    plugins = load_plugins()
+    assert [(report.name, report.status) for report in plugins.reports] == [
+        ("base-endpoint", PluginStatus.BUILTIN),
+        ("vanilla", PluginStatus.BUILTIN),
+    ]
+    assert report_of(plugins, "base-endpoint").hooks == ("edgellm_register_publication_policies",)
+    assert report_of(plugins, "vanilla").hooks == ("edgellm_register_decoders",)
+    assert report_of(plugins, "vanilla").api_range == ((1, 0), (1, 0))
+    assert plugins.choose_policy(ATTENTION, False).factory is BaseEndpointPolicy
+    assert plugins.choose_decoder("vanilla").factory is VanillaDecoder
+
+
+def test_installed_plugin_is_loaded_and_reported(install):
+    install(FakeEntryPoint("eagle", lambda: make_plugin(policy=eagle_policy), "edgellm-eagle", "0.3"))
+    plugins = load_plugins()
+    report = report_of(plugins, "eagle")
+    assert (report.distribution, report.version, report.status) == ("edgellm-eagle", "0.3", PluginStatus.LOADED)
+    assert report.api_range == ((1, 0), (1, 9))
+    assert report.hooks == ("edgellm_register_publication_policies",)
+    assert report.reason == ""
+    assert plugins.choose_policy(EAGLE, True).name == "eagle-spec"
+
+
+def test_one_broken_plugin_does_not_take_the_others_down(install, caplog):
+    def explode():
+        raise ImportError("no module named broken_dependency")
+
+    install(
+        FakeEntryPoint("broken", explode, "edgellm-broken", "1.0"),
+        FakeEntryPoint("eagle", lambda: make_plugin(policy=eagle_policy)),
+    )
+    plugins = load_plugins()
+    broken = report_of(plugins, "broken")
+    assert broken.status is PluginStatus.FAILED
+    assert broken.reason == "ImportError: no module named broken_dependency"
+    assert report_of(plugins, "eagle").status is PluginStatus.LOADED
+    assert "edgellm-broken 1.0" in caplog.text
+
+
+@pytest.mark.parametrize("api", [((2, 0), (2, 9)), ((0, 1), (0, 9)), ((1, 1), (1, 9))])
+def test_version_outside_the_stated_range_is_refused_before_registration(install, api):
+    calls = []
+    install(FakeEntryPoint("old", lambda: make_plugin(api=api, policy=calls.append)))
+    plugins = load_plugins()
+    report = report_of(plugins, "old")
+    assert report.status is PluginStatus.FAILED
+    assert str(API_VERSION) in report.reason
+    assert report.hooks == ()
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("api", "words"), [(None, "states no EDGELLM_API"), ("1.0", "must be"), (((1,), (2,)), "must be")]
+)
+def test_missing_or_malformed_version_is_refused(install, api, words):
+    install(FakeEntryPoint("odd", lambda: make_plugin(api=api, policy=eagle_policy)))
+    report = report_of(load_plugins(), "odd")
+    assert report.status is PluginStatus.FAILED
+    assert words in report.reason
+
+
+def test_unknown_hook_is_found_and_the_plugin_unregistered(install):
+    install(
+        FakeEntryPoint("typo", lambda: make_plugin(policy=eagle_policy, extra_hook="edgellm_register_polices")),
+        FakeEntryPoint("zgood", lambda: make_plugin(policy=eagle_policy)),
+    )
+    plugins = load_plugins()
+    typo = report_of(plugins, "typo")
+    assert typo.status is PluginStatus.FAILED
+    assert "edgellm_register_polices" in typo.reason
+    # Had "typo" stayed registered, its policy name would collide with this one's, and the check would fail again.
+    assert report_of(plugins, "zgood").status is PluginStatus.LOADED
+
+
+def test_wrong_hook_arguments_are_refused(install):
+    plugin = make_plugin()
+
+    @hookimpl
+    def edgellm_register_decoders(registrar_with_a_wrong_name):
+        raise AssertionError("never called")
+
+    plugin.edgellm_register_decoders = edgellm_register_decoders
+    install(FakeEntryPoint("wrong", lambda: plugin), FakeEntryPoint("xgood", lambda: make_plugin(policy=eagle_policy)))
+    plugins = load_plugins()
+    assert report_of(plugins, "wrong").status is PluginStatus.FAILED
+    assert report_of(plugins, "xgood").status is PluginStatus.LOADED
+
+
+def test_plugin_that_raises_after_registering_leaves_nothing_behind(install):
+    def register_then_raise(register):
+        register("half", lambda coordinator: None, lambda profile, spec: True, priority=99)
+        raise RuntimeError("changed my mind")
+
+    install(FakeEntryPoint("half", lambda: make_plugin(policy=register_then_raise)))
+    plugins = load_plugins()
+    assert report_of(plugins, "half").reason == "RuntimeError: changed my mind"
+    assert [policy.name for policy in plugins.policies] == ["base-endpoint"]
+    assert plugins.choose_policy(ATTENTION, False).name == "base-endpoint"
+
+
+def test_plugin_without_hooks_is_refused(install):
+    install(FakeEntryPoint("empty", lambda: make_plugin()))
+    assert "implements no hook" in report_of(load_plugins(), "empty").reason
+
+
+def test_duplicate_name_is_refused_and_names_the_owner(install):
+    def again(register):
+        register("base-endpoint", lambda coordinator: None, lambda profile, spec: True)
+
+    install(FakeEntryPoint("again", lambda: make_plugin(policy=again)))
+    report = report_of(load_plugins(), "again")
+    assert report.status is PluginStatus.FAILED
+    assert "already registered by 'base-endpoint'" in report.reason
+
+
+def test_environment_selects_by_name(install, monkeypatch):
+    install(
+        FakeEntryPoint("a", lambda: make_plugin(policy=eagle_policy)),
+        FakeEntryPoint("b", lambda: pytest.fail("b is not selected and must not be imported")),
+    )
+    monkeypatch.setenv("EDGELLM_PLUGINS", "a")
+    plugins = load_plugins()
+    assert [(report.name, report.status.value) for report in plugins.reports] == [
+        ("base-endpoint", "builtin"),
+        ("vanilla", "builtin"),
+        ("a", "loaded"),
+        ("b", "skipped"),
+    ]
+    assert report_of(plugins, "b").reason == "not named in EDGELLM_PLUGINS"
+
+
+def test_empty_selection_loads_none_but_keeps_the_builtins(install, monkeypatch):
+    install(FakeEntryPoint("a", lambda: pytest.fail("must not be imported")))
+    monkeypatch.setenv("EDGELLM_PLUGINS", "")
+    plugins = load_plugins()
+    assert [report.status.value for report in plugins.reports] == ["builtin", "builtin", "skipped"]
+    assert plugins.choose_decoder("vanilla").name == "vanilla"
+
+
+def test_selected_but_not_installed_is_reported(install, monkeypatch):
+    install()
+    monkeypatch.setenv("EDGELLM_PLUGINS", "ghost")
+    report = report_of(load_plugins(), "ghost")
+    assert report.status is PluginStatus.FAILED
+    assert "not installed" in report.reason
+
+
+def test_strict_raises_with_distribution_and_reason(install, monkeypatch):
+    install(FakeEntryPoint("old", lambda: make_plugin(api=((2, 0), (2, 0)), policy=eagle_policy), "edgellm-old", "7"))
+    monkeypatch.setenv("EDGELLM_PLUGINS_STRICT", "1")
+    with pytest.raises(PluginError, match=r"'old' \(edgellm-old 7\): it was built for API"):
+        load_plugins()
+
+
+@pytest.mark.parametrize(
+    ("profile", "speculative", "distribution"),
+    [
+        (EAGLE, True, "edgellm-eagle"),
+        (SHARED_KV, True, "edgellm-shared-kv"),
+        (HYBRID, False, "edgellm-hybrid"),
+        (HYBRID, True, "edgellm-hybrid"),
+    ],
+)
+def test_missing_policy_names_the_distribution(install, profile, speculative, distribution):
+    install()
+    with pytest.raises(PluginError, match=f"pip install {distribution}$"):
+        load_plugins().choose_policy(profile, speculative)
+
+
+def test_missing_decoder_names_the_distribution(install):
+    install()
+    with pytest.raises(PluginError, match=r"kind 'eagle' \(installed kinds: vanilla\); .*pip install edgellm-eagle$"):
+        load_plugins().choose_decoder("eagle")
+    with pytest.raises(PluginError, match="choose one of those installed"):
+        load_plugins().choose_decoder("nonsense")
+
+
+def test_priority_decides_and_ties_go_to_the_first(install):
+    def own(priority, name):
+        def hook(register):
+            register(name, lambda coordinator: None, lambda profile, spec: not spec, priority)
+
+        return hook
+
+    install(
+        FakeEntryPoint("a", lambda: make_plugin(policy=own(0, "tied"))),
+        FakeEntryPoint("b", lambda: make_plugin(policy=own(-1, "lower"))),
+    )
+    assert load_plugins().choose_policy(ATTENTION, False).name == "base-endpoint"
+    install(FakeEntryPoint("c", lambda: make_plugin(policy=own(1, "higher"))))
+    assert load_plugins().choose_policy(ATTENTION, False).name == "higher"
+
+
+def test_policy_chosen_by_serves_not_by_priority_alone(install):
+    def hook(register):
+        register("eagle-spec", lambda coordinator: None, lambda profile, spec: spec, priority=50)
+
+    install(FakeEntryPoint("eagle", lambda: make_plugin(policy=hook)))
+    plugins = load_plugins()
+    assert plugins.choose_policy(EAGLE, False).name == "base-endpoint"
+    assert plugins.choose_policy(EAGLE, True).name == "eagle-spec"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("", lambda c: None, lambda p, s: True), "name is ''"),
+        (("x", "not callable", lambda p, s: True), "must be callable"),
+        (("x", lambda c: None, True), "must be callable"),
+        (("x", lambda c: None, lambda p, s: True, "high"), "must be an integer"),
+    ],
+)
+def test_policy_registrar_checks_at_once(arguments, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        PolicyRegistrar("me")(*arguments)
+
+
+def test_decoder_registrar_checks_kind_and_duplicates():
+    register = DecoderRegistrar("me")
+    register("one", VanillaDecoder, "vanilla")
+    with pytest.raises(InvalidArgumentError, match="already registered by 'me'"):
+        register("one", VanillaDecoder, "vanilla")
+    with pytest.raises(InvalidArgumentError, match="has kind ''"):
+        register("two", VanillaDecoder, "")
+    assert [decoder.name for decoder in register.added] == ["one"]
+
+
+def test_extra_plugins_need_no_installation(install):
+    install()
+    plugins = load_plugins(extra=[("mine", make_plugin(policy=eagle_policy))], autoload=False)
+    assert report_of(plugins, "mine").distribution == "local"
+    assert plugins.choose_policy(EAGLE, True).plugin == "mine"
+
+
+def test_vanilla_runs_one_forward_and_samples_the_selected_rows():
+    import numpy as np
+    import torch
+
+    calls = []
+
+    class Recorder:
+        def forward(self, batch):
+            calls.append("forward")
+            return torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+
+        def sample(self, logits, rows):
+            calls.append("sample")
+            assert logits.shape == (2, 2)
+            return types.SimpleNamespace(token_ids=logits.argmax(-1).tolist(), logprobs=[None, "lp"], errors={1: "why"})
+
+    recorder, decoder = Recorder(), VanillaDecoder()
+    assert isinstance(decoder, DecodingStrategy)
+    batch = types.SimpleNamespace(query_len=np.array([3, 1, 1], np.int32))
+    step = decoder.run_step(recorder, batch, recorder, ["row0", "row1"])
+    assert step == StepTokens(token_ids=[[1], [0]], committed=[3, 1, 1], logprobs=[None, ["lp"]], errors={1: "why"})
+    assert calls == ["forward", "sample"]
+    step = decoder.run_step(recorder, batch, recorder, [])
+    assert step == StepTokens(token_ids=[], committed=[3, 1, 1], logprobs=[])
+    assert calls == ["forward", "sample", "forward"]
