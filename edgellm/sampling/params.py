@@ -1,0 +1,127 @@
+"""`SamplingParams`: how one request chooses its tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from edgellm.errors import InvalidArgumentError
+
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_LOGPROBS = 50
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling settings of one request; field names as in vLLM.
+
+    Attributes:
+        max_tokens: most tokens to generate; at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set whose probability reaches top_p; in (0, 1].
+        min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in prompt
+            or output (Keskar et al. 2019, "CTRL").
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, or per occurrence, for tokens of
+            the output.
+        logit_bias: token id to a bias in [-100, 100] added to its logit.
+        seed: makes sampling reproducible; the result depends on (seed, position) only.  None draws a
+            fresh seed.
+        stop: a string or several; generation ends where one appears, and it is cut from the text.
+        stop_token_ids: ids that end generation beside the model's own end tokens.
+        ignore_eos: go on after the model's end token (fixed-length runs).
+        min_tokens: end tokens and stop token ids are not chosen before so many tokens.
+        logprobs: None, or 0..50 most likely alternatives beside the chosen token's own.
+        skip_special_tokens: leave special tokens out of the text (never out of the ids).
+        include_stop_str_in_output: keep the matched stop string in the text.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] = ()
+    stop_token_ids: list[int] | tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        set_field(self, "stop", stop)
+        set_field(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        set_field(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
+        self._check()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop)
+
+    def _check(self) -> None:
+        _check_int("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
+        _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)
+        _check_number("temperature", self.temperature, low=0.0, high=100.0)
+        _check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=0, high=2**64 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        self._check_stops()
+        self._check_logit_bias()
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidArgumentError(
+                f"stop has {len(self.stop)} strings, the limit is {MAX_STOP_STRINGS}; use fewer stop strings"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidArgumentError(f"stop contains {text!r}; each stop string must be non-empty text")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids entry", token_id, low=0, high=2**31 - 1)
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+            raise InvalidArgumentError(
+                f"logit_bias has {len(self.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS_ENTRIES}; pass fewer"
+            )
+        for token_id, bias in self.logit_bias.items():
+            _check_int("logit_bias token id", token_id, low=0, high=2**31 - 1)
+            _check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
+
+
+def _check_int(name: str, value: object, *, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer from {low} to {high}")
+    if not low <= value <= high:
+        raise InvalidArgumentError(f"{name} is {value}; it must be from {low} to {high}")
+
+
+def _check_number(name: str, value: object, *, low: float, high: float, low_open: bool = False) -> None:
+    bracket = "(" if low_open else "["
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be a finite number in {bracket}{low}, {high}]")
+    if value > high or value < low or (low_open and value == low):
+        raise InvalidArgumentError(f"{name} is {value}; it must be in {bracket}{low}, {high}]")

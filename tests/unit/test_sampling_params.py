@@ -1,0 +1,114 @@
+"""Bounds and derived values of `SamplingParams`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from edgellm.errors import CallerError, InvalidArgumentError
+from edgellm.sampling.params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+ACCEPTED = {
+    "max_tokens": [1, 2**31 - 1],
+    "min_tokens": [0, 256],
+    "temperature": [0, 0.0, 1e-9, 100.0],
+    "top_k": [-1, 0, 1, 2**31 - 1],
+    "top_p": [1e-9, 0.5, 1.0, 1],
+    "min_p": [0.0, 0.5, 1.0],
+    "repetition_penalty": [1e-3, 1.0, 100.0],
+    "presence_penalty": [-2.0, 0, 2.0],
+    "frequency_penalty": [-2.0, 0, 2.0],
+    "seed": [None, 0, 2**64 - 1],
+    "logprobs": [None, 0, MAX_LOGPROBS],
+}
+REFUSED = {
+    "max_tokens": [0, -1, 2**31, 1.5, True, NAN, "8"],
+    "min_tokens": [-1, 257, 1.0, False],
+    "temperature": [-0.1, 100.1, NAN, INF, "1", True, None],
+    "top_k": [-2, 2**31, 3.0, True],
+    "top_p": [0.0, 0, -0.1, 1.0001, NAN],
+    "min_p": [-0.1, 1.1, NAN],
+    "repetition_penalty": [0.0, -1.0, 101.0, NAN, INF],
+    "presence_penalty": [-2.1, 2.1, NAN],
+    "frequency_penalty": [-2.1, 2.1, NAN],
+    "seed": [-1, 2**64, 1.0, True],
+    "logprobs": [-1, MAX_LOGPROBS + 1, 2.0, True],
+    "stop_token_ids": [[-1], [2**31], [1.5], [True]],
+    "stop": ["", [""], ["a", 3], ["x"] * (MAX_STOP_STRINGS + 1)],
+    "logit_bias": [{-1: 0.0}, {2**31: 0.0}, {0: 100.5}, {0: NAN}, {0: "1"}, {"0": 1.0}],
+}
+
+
+def cases(table: dict) -> list:
+    return [pytest.param(name, value, id=f"{name}={value!r:.20}") for name, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ACCEPTED))
+def test_value_in_range_is_kept(name, value):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), cases(REFUSED))
+def test_value_out_of_range_is_refused_and_named(name, value):
+    with pytest.raises(InvalidArgumentError) as caught:
+        SamplingParams(**{name: value})
+    assert name in str(caught.value)
+    assert isinstance(caught.value, CallerError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_message_names_value_and_limits():
+    with pytest.raises(InvalidArgumentError, match=r"^top_p is 1\.5; it must be in \(0\.0, 1\.0\]$"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(InvalidArgumentError, match=r"^max_tokens is 0; it must be from 1 to 2147483647$"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(InvalidArgumentError, match=r"^temperature is nan; it must be a finite number"):
+        SamplingParams(temperature=NAN)
+    with pytest.raises(InvalidArgumentError, match=r"^min_tokens is 9; it must be from 0 to 8$"):
+        SamplingParams(max_tokens=8, min_tokens=9)
+
+
+def test_defaults_are_those_documented():
+    params = SamplingParams()
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p, params.min_p) == (256, 1.0, 0, 1.0, 0.0)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (params.seed, params.logprobs, params.stop, params.stop_token_ids) == (None, None, (), ())
+    assert (params.ignore_eos, params.skip_special_tokens, params.include_stop_str_in_output) == (False, True, False)
+    assert dict(params.logit_bias) == {}
+    assert not params.greedy
+
+
+def test_one_stop_string_or_several_become_a_tuple():
+    assert SamplingParams(stop="END").stop_strings == ("END",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams(stop=None).stop_strings == ()
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+
+
+def test_values_do_not_change_with_what_they_were_made_from():
+    bias, stops = {1: 2.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, stop=stops)
+    bias[2] = 3.0
+    stops.append("b")
+    assert dict(params.logit_bias) == {1: 2.0}
+    assert params.stop == ("a",)
+    with pytest.raises(TypeError):
+        params.logit_bias[1] = 0.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 3
+
+
+def test_greedy_means_temperature_zero():
+    assert SamplingParams(temperature=0).greedy
+    assert SamplingParams(temperature=0.0).greedy
+    assert not SamplingParams(temperature=1e-6).greedy
+
+
+def test_too_many_biases_are_refused():
+    SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES), 1.0))
+    with pytest.raises(InvalidArgumentError, match="1025 entries, the limit is 1024"):
+        SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES + 1), 1.0))
