@@ -1,0 +1,95 @@
+"""One generation request as the engine and the session see it, and the response that comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPolicy, ReuseReport
+from edgellm.sampling.params import SamplingParams
+from edgellm.session.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from edgellm.sampling.logprobs import TokenLogprobs
+    from edgellm.streaming import StreamChannel
+
+Message = dict[str, Any]
+
+
+class CancelToken:
+    """A request's cancellation bit: set from any thread, polled by the session at every step."""
+
+    __slots__ = ("_cancelled",)
+
+    def __init__(self) -> None:
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+
+@dataclass(slots=True)
+class LLMGenerationRequest:
+    """One prompt and how to continue it.  Exactly one of `prompt_token_ids`, `prompt`, `messages` is set.
+
+    The last block holds kinds of request that the seeds name and this runtime refuses
+    (`UnsupportedRequestError`).
+
+    Attributes:
+        prompt_token_ids: (n,) int32, already tokenised; never templated again.
+        cache_salt: separates what this request may share from everybody else's; None shares.
+        priority: smaller is more urgent (used by the priority policy only).
+    """
+
+    prompt_token_ids: npt.NDArray[np.int32] | Sequence[int] | None = None
+    prompt: str | None = None
+    messages: Sequence[Message] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    lookup_policy: ContextCacheLookupPolicy = ContextCacheLookupPolicy.USE_CACHE
+    commit_policy: ContextCacheCommitPolicy = ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS
+    cache_salt: str | None = None
+    stream_channel: StreamChannel | None = None
+    priority: int = 0
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    disable_spec_decode: bool = False
+
+    token_callback: Callable[[list[int]], None] | None = None
+    adapter_name: str | None = None
+    speech_output: bool = False
+    save_system_prompt_kv_cache: bool = False
+    trajectory: bool = False
+    num_sequences: int = 1
+
+
+@dataclass(slots=True)
+class LLMGenerationResponse:
+    """The finished answer of one request.
+
+    Attributes:
+        token_ids: every generated id, also those whose text a stop string cut away.
+        text: decoded and trimmed text.
+        queue_ms, time_to_first_token_ms, total_ms: filled by the engine; 0.0 where unknown.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    logprobs: list[TokenLogprobs] | None = None
+    reuse: ReuseReport | None = None
+    stop_match: str | None = None
+    iterations: int = 0
+    error_message: str = ""
+    queue_ms: float = 0.0
+    time_to_first_token_ms: float = 0.0
+    total_ms: float = 0.0

@@ -1,0 +1,223 @@
+"""`LLMRankRuntime`: everything one rank owns for the life of a model, and the way into a session."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from edgellm._core.page_table import KVPageTable
+from edgellm.cache.coordinator import ContextCacheCoordinator
+from edgellm.cache.identity import request_key_extras
+from edgellm.cache.types import (
+    BaseStateKind,
+    ContextCacheConfig,
+    ContextCacheDeploymentProfile,
+    ContextCachePhysicalResources,
+)
+from edgellm.errors import AdmissionError, ContractViolation, RequestFailed
+from edgellm.sampling.sampler import Sampler
+from edgellm.session.frame import SessionGeometry
+from edgellm.session.rank_session import RankRuntimeSession
+from edgellm.session.types import (
+    AdmissionResult,
+    AdmissionStatus,
+    FinishReason,
+    RequestId,
+    ScheduledSequenceDescriptor,
+    SequenceIdentity,
+    SequenceWork,
+    SessionOptions,
+)
+
+if TYPE_CHECKING:
+    from edgellm.cache.quarantine import StreamSynchronizer
+    from edgellm.cache.metrics import ContextCacheMetrics
+    from edgellm.cache.types import BlockKeyExtras, DeploymentConfig
+    from edgellm.decoding.base import DecodingStrategy
+    from edgellm.plugins import Plugins
+    from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
+    from edgellm.runtime.batch import Executor
+    from edgellm.session.types import BatchResult
+
+_BLOCKING_REQUEST = RequestId(1)
+
+
+class LLMRankRuntime:
+    """Executor, page table, context cache, decoder, sampler and tokenizer of one rank.
+
+    At most one session is open at a time, and the blocking `handle_request` is refused while one is.
+
+    Args:
+        executor: runs forwards; owned by the caller, must outlive the runtime.
+        tokenizer: `edgellm.tokenization.tokenizer.Tokenizer` or anything with its methods.
+        plugins: what was loaded (`load_plugins()`); policy and decoder are chosen from it here, once.
+        config: context cache; `enabled=False` manages pages but reuses nothing.
+        model_fingerprint: identity of the weights; contexts of different models are never shared.
+        kv_dtype: element type of the KV pages, for the same reason.
+        decoder_kind: which registered decoder runs.
+        reserve_growth: admit a sequence only when everybody resident can run to its end; False admits as
+            soon as the prompt fits, and a sequence that finds no page later ends with ERROR.
+        synchronizer: waits for the stream in place of the real wait (tests inject failures here).
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Any,
+        deployment: DeploymentConfig,
+        *,
+        plugins: Plugins,
+        config: ContextCacheConfig | None = None,
+        model_fingerprint: str,
+        kv_dtype: str = "float32",
+        decoder_kind: str = "vanilla",
+        reserve_growth: bool = True,
+        synchronizer: StreamSynchronizer | None = None,
+    ) -> None:
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.deployment = deployment
+        self.reserve_growth = reserve_growth
+        self.decoder: DecodingStrategy = plugins.choose_decoder(decoder_kind).factory()
+        self.sampler = Sampler()
+        self.page_table = KVPageTable(
+            deployment.max_batch_size, deployment.pages_per_slot, deployment.num_pages
+        )
+        profile = ContextCacheDeploymentProfile(
+            base_state_kind=BaseStateKind.ATTENTION_ONLY, spec_reuse_contract=self.decoder.spec_reuse_contract()
+        )
+        self.coordinator = ContextCacheCoordinator(
+            config if config is not None else ContextCacheConfig(),
+            deployment,
+            profile,
+            ContextCachePhysicalResources(base_cache=executor.kv_cache, base_page_table=self.page_table),
+            executor.device.stream,
+            synchronizer,
+            plugins.policies,
+        )
+        self.geometry = SessionGeometry(
+            max_batch_size=deployment.max_batch_size,
+            max_input_length=deployment.max_input_length,
+            max_kv_capacity=deployment.max_kv_capacity,
+            page_size=deployment.page_size,
+            num_pages=deployment.num_pages,
+            headroom=self.decoder.required_kv_headroom(),
+            vocab_size=executor.vocab_size,
+        )
+        self._model_fingerprint = model_fingerprint
+        self._kv_dtype = kv_dtype
+        self._unsalted = self._extras(None)
+        self._compact_refusal = ""
+        self._session: RankRuntimeSession | None = None
+        self._latch = threading.Lock()
+        self._closed = False
+
+    def open_session(self, options: SessionOptions | None = None) -> RankRuntimeSession:
+        """A session, to be driven by the calling thread alone and closed before the next one opens.
+
+        Raises:
+            ContractViolation: a session is open, a blocking request runs, or the runtime is closed.
+            BrokenInvariantError: the context cache is poisoned by an earlier device failure.
+        """
+        if self._closed:
+            raise ContractViolation("open_session: the runtime is closed; build a new one")
+        if not self._latch.acquire(blocking=False):
+            raise ContractViolation(
+                "open_session: a session or a blocking request holds this runtime; close the session first"
+            )
+        try:
+            self._session = RankRuntimeSession(self, options if options is not None else SessionOptions())
+        except BaseException:
+            self._latch.release()
+            raise
+        return self._session
+
+    def session_closed(self, session: RankRuntimeSession) -> None:
+        """Called by the session's `close`, once: gives the latch back."""
+        if self._session is session:
+            self._session = None
+            self._latch.release()
+
+    def handle_request(self, request: LLMGenerationRequest) -> LLMGenerationResponse:
+        """Run one request to its end on the calling thread, through the same session code.
+
+        Raises:
+            UnsupportedRequestError, AdmissionError, InputTooLongError: as `RuntimeSession.admit`.
+            ContractViolation: a session is open.
+            RequestFailed: the request ended with an error.
+        """
+        with self.open_session(SessionOptions(allow_compact_execution=request.token_callback is None)) as session:
+            admission = session.admit(request, _BLOCKING_REQUEST)
+            if admission.status is not AdmissionStatus.ADMITTED:
+                raise AdmissionError(f"the request was refused ({admission.status.value}): {admission.reason}")
+            snapshot = _run_to_end(session, admission, self.deployment.max_input_length)
+            response = session.materialize(snapshot, request.sampling.stop_strings)
+        if response.finish_reason is FinishReason.ERROR:
+            raise RequestFailed(response.error_message or "the request ended with an error")
+        return response
+
+    def resolve_compact(self, options: SessionOptions) -> tuple[bool, str]:
+        """Whether steps may mix chunks and decode rows, and if not, why."""
+        if not options.allow_compact_execution:
+            return False, "compact execution was not requested (SessionOptions.allow_compact_execution)"
+        if self._compact_refusal:
+            return False, self._compact_refusal
+        if not self.decoder.capabilities().ragged_steps:
+            return False, f"the decoder {self.decoder.name!r} cannot mix prompt chunks and decode rows in a step"
+        if not self.coordinator.supports_live_sequence_admission():
+            return False, "the context cache of this deployment cannot admit sequences while others execute"
+        return True, ""
+
+    def refuse_compact(self, failure: str) -> None:
+        """A compact step was declined: unavailable from now on, for this runtime's life."""
+        self._compact_refusal = failure
+
+    def key_extras(self, request: LLMGenerationRequest) -> BlockKeyExtras:
+        """Identity of the request's context beside its tokens: model, KV dtype and salt."""
+        return self._unsalted if request.cache_salt is None else self._extras(request.cache_salt)
+
+    def _extras(self, salt: str | None) -> BlockKeyExtras:
+        return request_key_extras(
+            model_fingerprint=self._model_fingerprint, kv_dtype=self._kv_dtype, cache_salt=salt
+        )
+
+    def context_cache_metrics(self) -> ContextCacheMetrics | None:
+        """Counters over the runtime's life; None when the cache is disabled."""
+        return self.coordinator.metrics() if self.coordinator.config.enabled else None
+
+    def close(self) -> None:
+        """End of life; idempotent.
+
+        Raises:
+            ContractViolation: a session is open; close it first.
+            BrokenInvariantError: device work of an earlier failure cannot be drained.
+        """
+        if self._closed:
+            return
+        if self._session is not None:
+            raise ContractViolation("close: a session is open on this runtime; close the session first")
+        self.coordinator.shutdown()
+        self.coordinator.close()
+        self._closed = True
+
+    def __enter__(self) -> LLMRankRuntime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _run_to_end(session: RankRuntimeSession, admission: AdmissionResult, max_chunk: int) -> BatchResult:
+    """Drive the only resident of `session`: chunks of at most `max_chunk` tokens, then decode steps."""
+    identity = SequenceIdentity(_BLOCKING_REQUEST, admission.ref)
+    past, remaining = admission.prefill_start, admission.prompt_length - admission.prefill_start
+    while True:
+        query = min(remaining, max_chunk) if remaining else 1
+        work = SequenceWork.CONTEXT if remaining else SequenceWork.DECODE
+        result = session.execute([ScheduledSequenceDescriptor(identity, work, query, past, query >= remaining)])
+        if not result.ok:
+            raise RequestFailed(f"the step failed: {result.failure}")
+        if result.finished:
+            return result.finished[0][1]
+        past += result.execution[0].query_length
+        remaining = max(0, remaining - query)

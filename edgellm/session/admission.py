@@ -1,0 +1,184 @@
+"""`SessionAdmission`: from a request to a seated resident, or to a refusal that changed nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgellm.errors import CallerError, ContractViolation, InputTooLongError, SessionLostError
+from edgellm.log import get_logger
+from edgellm.session.finish import FinishRule
+from edgellm.session.frame import SessionFrame
+from edgellm.session.prompt import build_prompt
+from edgellm.session.request_check import check_request, check_supported
+from edgellm.session.resident import Resident
+from edgellm.session.types import AdmissionResult, AdmissionStatus, RequestId, SequenceIdentity
+
+if TYPE_CHECKING:
+    from edgellm.request import CancelToken, LLMGenerationRequest
+
+_logger = get_logger(__name__)
+
+
+class SessionAdmission(SessionFrame):
+    """The stages of admission, in order; every one that can allocate comes before the channel attach."""
+
+    def admit(
+        self, request: LLMGenerationRequest, request_id: RequestId, cancel_token: CancelToken | None = None
+    ) -> AdmissionResult:
+        with self._drive("admit"):
+            exclusive = self.requires_exclusive_admission(request)
+            self._check_call_order(request_id, exclusive)
+            check_supported(request)
+            uniform = self.requires_uniform_sampling(request)
+            self._check_uniform(request, uniform)
+            check_request(request, vocab_size=self._geometry.vocab_size)
+            prompt = build_prompt(request, self._tokenizer, vocab_size=self._geometry.vocab_size)
+            budget, limit = self._generate_budget(request, len(prompt))
+            if budget <= 0:
+                return AdmissionResult(AdmissionStatus.REJECTED, reason=limit, prompt_length=len(prompt))
+            ref = self._slots.acquire() if len(self._order) < self._geometry.max_batch_size else None
+            if ref is None:
+                return AdmissionResult(AdmissionStatus.NO_CAPACITY, reason="every slot is taken; retry later")
+            try:
+                resident = Resident(
+                    identity=SequenceIdentity(request_id, ref),
+                    request=request,
+                    prompt=prompt,
+                    rule=FinishRule.of(
+                        request.sampling, eos_token_ids=self._tokenizer.eos_token_ids, max_new_tokens=budget
+                    ),
+                    cancel_token=cancel_token,
+                    text=self._make_text(request),
+                    exclusive=exclusive,
+                    uniform=uniform,
+                )
+                resident.sampling = self._make_sampling(request, prompt)
+                return self._reserve_and_seat(resident)
+            finally:
+                if self._seats[ref.slot] is None:
+                    self._slots.release(ref)
+
+    def _check_call_order(self, request_id: RequestId, exclusive: bool) -> None:
+        """Stage A0."""
+        if request_id <= 0:
+            raise ContractViolation(f"admit: request id is {request_id}; ids start at 1 and are never reused")
+        for resident in self._order:
+            if resident.request_id == request_id:
+                raise ContractViolation(f"admit: request {request_id} is resident already, as {resident.ref}")
+            if resident.exclusive:
+                raise ContractViolation(
+                    f"admit: request {resident.request_id} has the session to itself; admit {request_id} after it ended"
+                )
+            if not self._compact and resident.prompt_remaining:
+                raise ContractViolation(
+                    f"admit: request {resident.request_id} was admitted and its context step has not run; "
+                    f"execute it before admitting request {request_id}"
+                )
+        if exclusive and self._order:
+            raise ContractViolation(
+                f"admit: request {request_id} needs the session to itself, {len(self._order)} sequences are resident; "
+                f"ask requires_exclusive_admission first and wait until the session is idle"
+            )
+
+    def _check_uniform(self, request: LLMGenerationRequest, uniform: bool) -> None:
+        """Stage A2: residents that share one sampling setting must share it with the newcomer."""
+        for resident in self._order:
+            if (uniform or resident.uniform) and not sampling_agrees(request, resident.request):
+                raise ContractViolation(
+                    f"admit: the decoder takes one set of sampling parameters per batch; {request.sampling} differs "
+                    f"from that of resident request {resident.request_id}: {resident.request.sampling}"
+                )
+
+    def _generate_budget(self, request: LLMGenerationRequest, length: int) -> tuple[int, str]:
+        """Stage A4: tokens the sequence may generate, and what bounds them.
+
+        Raises:
+            InputTooLongError: the prompt alone exceeds the KV capacity or the whole page pool.
+        """
+        geometry = self._geometry
+        capacity, extra = geometry.max_kv_capacity, geometry.headroom.base_extra_tokens
+        pool_tokens = geometry.num_pages * geometry.page_size
+        if length > capacity:
+            raise InputTooLongError(
+                f"the prompt has {length} tokens, the model context is {capacity} (max_model_len); shorten the prompt"
+            )
+        if length + extra > pool_tokens:
+            pages = -(-(length + extra) // geometry.page_size)
+            raise InputTooLongError(
+                f"the prompt has {length} tokens and never fits: it needs {pages} pages of {geometry.page_size} "
+                f"tokens, the whole KV pool has {geometry.num_pages}; raise kv_budget or shorten the prompt"
+            )
+        requested = request.sampling.max_tokens
+        room = min(capacity, pool_tokens) - length - extra
+        if room <= 0:
+            what = "max_model_len" if capacity <= pool_tokens else "kv_budget"
+            return 0, (
+                f"the prompt has {length} of {min(capacity, pool_tokens)} tokens and leaves no room to generate; "
+                f"shorten it or raise {what}"
+            )
+        if room < requested:
+            _logger.warning("max_tokens %d is cut to %d: a prompt of %d tokens leaves no more", requested, room, length)
+        return min(requested, room), ""
+
+    def _reserve_and_seat(self, resident: Resident) -> AdmissionResult:
+        """Stages A6 to A9; on any refusal nothing of the sequence is left."""
+        try:
+            reservation = self._reserve(resident)
+        except CallerError as error:
+            return AdmissionResult(AdmissionStatus.REJECTED, reason=str(error), prompt_length=resident.prompt_length)
+        except Exception as error:
+            self._lose(f"the reservation of request {resident.request_id} failed: {error}")
+            raise SessionLostError(self._state_reason) from error
+        if reservation.status is not AdmissionStatus.ADMITTED:
+            return AdmissionResult(reservation.status, reason=reservation.reason, prompt_length=resident.prompt_length)
+        resident.start_at(reservation.prefill_start, reservation.reuse)
+        self._check_uncached_length(resident)
+        try:
+            self._seat(resident)
+        except Exception as error:
+            self._roll_back(resident)
+            return AdmissionResult(
+                AdmissionStatus.REJECTED, reason=f"seating failed: {error}", prompt_length=resident.prompt_length
+            )
+        return AdmissionResult(
+            AdmissionStatus.ADMITTED,
+            ref=resident.ref,
+            prompt_length=resident.prompt_length,
+            prefill_start=resident.prefill_start,
+        )
+
+    def _check_uncached_length(self, resident: Resident) -> None:
+        """Stage A7: a prompt that cannot be split has at most S_in uncached tokens."""
+        uncached, limit = resident.prompt_remaining, self._geometry.max_input_length
+        if uncached > limit and (resident.exclusive or not self._compact):
+            self._roll_back(resident)
+            raise InputTooLongError(
+                f"{uncached} of the prompt's {resident.prompt_length} tokens are not cached, one step takes {limit} "
+                f"(max_input_length); shorten the prompt, or raise the limit or allow compact execution"
+            )
+
+    def _seat(self, resident: Resident) -> None:
+        """Stage A9: the channel attach is the visible commit point and comes last."""
+        self._seats[resident.ref.slot] = resident
+        resident.index = len(self._order)
+        self._order.append(resident)
+        try:
+            if resident.channel is not None:
+                resident.channel.attach()
+        except BaseException:
+            self._order.pop()
+            self._seats[resident.ref.slot] = None
+            raise
+
+    def _roll_back(self, resident: Resident) -> None:
+        try:
+            self._unreserve(resident)
+        except Exception as error:
+            self._lose(f"rolling back the admission of request {resident.request_id} failed: {error}")
+            raise SessionLostError(self._state_reason) from error
+
+
+def sampling_agrees(left: LLMGenerationRequest, right: LLMGenerationRequest) -> bool:
+    """Whether two requests may share a decoder with one set of sampling parameters per batch."""
+    a, b = left.sampling, right.sampling
+    return (a.temperature, a.top_p, a.top_k, a.seed is None) == (b.temperature, b.top_p, b.top_k, b.seed is None)

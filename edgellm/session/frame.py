@@ -1,0 +1,325 @@
+"""`SessionFrame`: state, queries, driving rules and ending of a session; what a mechanism must supply.
+
+The rules of a session are written once, in three layers: this frame, admission (`admission.py`) and
+execution (`core.py`).  A subclass of `SessionCore` supplies the mechanism: `RankRuntimeSession` leases pages
+and runs a model, the scripted session of `edgellm.testing` plays a script.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from edgellm.errors import ContractViolation, InvariantError
+from edgellm.log import get_logger
+from edgellm.session.base import RuntimeSession
+from edgellm.session.channels import finish_unfinished
+from edgellm.session.materialize import materialize_result
+from edgellm.session.plan_check import StepShape
+from edgellm.session.resident import Resident
+from edgellm.session.slots import ResidentSlotPool
+from edgellm.session.text import TextPipeline
+from edgellm.session.types import (
+    AdmissionStatus,
+    BatchResult,
+    ResidentRef,
+    ScheduledSequenceDescriptor,
+    SessionCapabilities,
+    StepId,
+)
+from edgellm.tokenization.detokenizer import IncrementalDetokenizer
+from edgellm.tokenization.stop_strings import StopStringMatcher
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from edgellm.cache.types import DecodingKvHeadroom, ReuseReport
+    from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
+    from edgellm.sampling.logprobs import TokenLogprobs
+    from edgellm.sampling.state import SamplingState
+
+_logger = get_logger(__name__)
+NO_STEP = StepId(0)
+_Session = TypeVar("_Session", bound="SessionFrame")
+
+
+class SessionState(Enum):
+    """OPEN is drivable; LOST and REFUSED (after a compact refusal) only answer queries and close."""
+
+    OPEN = "open"
+    LOST = "lost"
+    REFUSED = "refused"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGeometry:
+    """What a session is opened over; lengths in tokens, counts in pages."""
+
+    max_batch_size: int
+    max_input_length: int
+    max_kv_capacity: int
+    page_size: int
+    num_pages: int
+    headroom: DecodingKvHeadroom
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What the mechanism granted one sequence before it is seated."""
+
+    status: AdmissionStatus
+    prefill_start: int = 0
+    reuse: ReuseReport | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class RowOutcome:
+    """What one executed row gained: positions, and tokens when it selected logits.
+
+    A non-empty `error` ends this row; the others of the step are unaffected.
+    """
+
+    committed: int
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Step:
+    """One step on its way: the rows that run, in plan order, and what became of them."""
+
+    plan: Sequence[ScheduledSequenceDescriptor]
+    shape: StepShape
+    rows: list[Resident]
+    descriptors: list[ScheduledSequenceDescriptor]
+    step_id: StepId = NO_STEP
+    execution: list[ScheduledSequenceDescriptor] = field(default_factory=list)
+    published_prefix: bool = False
+    graph_launched: bool = False
+
+
+class SessionFrame(RuntimeSession):
+    """Seats and states of a session; see the module text."""
+
+    def __init__(
+        self, *, geometry: SessionGeometry, tokenizer: Any, compact: bool, compact_reason: str, capacity: int = 0
+    ) -> None:
+        """
+        Args:
+            compact: whether compact steps are available; `compact_reason` says why not.
+            capacity: rows of the slot pool; 0 means `geometry.max_batch_size`.
+        """
+        self._geometry = geometry
+        self._tokenizer = tokenizer
+        self._compact = compact
+        self._compact_reason = compact_reason
+        self._slots = ResidentSlotPool(max(capacity, geometry.max_batch_size))
+        self._seats: list[Resident | None] = [None] * self._slots.capacity
+        self._order: list[Resident] = []
+        self._next_step_id = 1
+        self._state = SessionState.OPEN
+        self._state_reason = ""
+        self._ended_in = SessionState.OPEN
+        self._thread = threading.current_thread()
+        self._driving = ""
+
+    # ---- mechanism, supplied by a subclass --------------------------------------------------------------
+
+    @abstractmethod
+    def _reserve(self, resident: Resident) -> Reservation:
+        """Lease what the sequence needs and bind its row.
+
+        Raises:
+            CallerError: refused for good; nothing was changed.  Any other exception loses the session.
+        """
+
+    @abstractmethod
+    def _unreserve(self, resident: Resident) -> None:
+        """Undo the latest `_reserve`; the resident never ran.  Raising loses the session."""
+
+    @abstractmethod
+    def _prepare_rows(self, step: Step) -> None:
+        """Before the step runs: grow what its rows need.  Ends rows that cannot run with ERROR."""
+
+    @abstractmethod
+    def _run(self, step: Step) -> list[RowOutcome]:
+        """Execute the step's rows; one outcome a row, in the order of `step.rows`."""
+
+    @abstractmethod
+    def _commit(self, step: Step) -> bool:
+        """After tokens and finish decisions: record advances, publish.  Whether something became visible."""
+
+    @abstractmethod
+    def _retire(self, retired: Sequence[Resident], old_to_new: Sequence[int], survivors: int) -> None:
+        """Give back what `retired` held.
+
+        Args:
+            old_to_new: per resident in resident order its new index, -1 for the retired; order-preserving.
+        """
+
+    @abstractmethod
+    def _release_everything(self) -> None:
+        """At close: return every lease and whatever was acquired by opening."""
+
+    def _make_sampling(
+        self, request: LLMGenerationRequest, prompt: npt.NDArray[np.int32]
+    ) -> SamplingState | None:
+        """What the sampler remembers of the sequence, or None where no sampler runs.
+
+        Raises:
+            AdmissionError: the sampling parameters do not fit the model.
+        """
+        return None
+
+    def _make_text(self, request: LLMGenerationRequest) -> TextPipeline | None:
+        """Incremental text of one request, or None where nobody reads it before the end."""
+        params, channel = request.sampling, request.stream_channel
+        if channel is None and not params.stop_strings:
+            return None
+        skip = params.skip_special_tokens
+        if channel is not None and channel.skip_special_tokens is not None:
+            skip = channel.skip_special_tokens
+        return TextPipeline(
+            IncrementalDetokenizer(self._tokenizer, skip_special_tokens=skip),
+            StopStringMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
+            if params.stop_strings
+            else None,
+        )
+
+    # ---- queries ----------------------------------------------------------------------------------------
+
+    def residents(self) -> list[ResidentRef]:
+        self._check_thread("residents")
+        return [resident.ref for resident in self._order]
+
+    def copy_residents(self, out: list[ResidentRef]) -> None:
+        self._check_thread("copy_residents")
+        out[:] = [resident.ref for resident in self._order]
+
+    def idle(self) -> bool:
+        return not self._order
+
+    def exclusive_resident(self) -> bool:
+        return any(resident.exclusive for resident in self._order)
+
+    def requires_exclusive_admission(self, request: LLMGenerationRequest) -> bool:
+        return request.token_callback is not None
+
+    def capabilities(self) -> SessionCapabilities:
+        geometry = self._geometry
+        return SessionCapabilities(
+            compact=self._compact,
+            reason=self._compact_reason,
+            max_batch_size=geometry.max_batch_size,
+            max_input_length=geometry.max_input_length,
+            kv_page_size=geometry.page_size,
+        )
+
+    def materialize(self, result: BatchResult, stop_strings: Sequence[str]) -> LLMGenerationResponse:
+        return materialize_result(result, stop_strings, self._tokenizer)
+
+    @property
+    def state(self) -> SessionState:
+        return self._state
+
+    def _on_compact_refused(self, failure: str) -> None:
+        """Remember, for the runtime's life, that compact steps are unavailable."""
+
+    # ---- ending -----------------------------------------------------------------------------------------
+
+    def release_for_readmission(self, ref: ResidentRef) -> None:
+        self._check_thread("release_for_readmission")
+        if self._state is not SessionState.REFUSED:
+            raise ContractViolation(
+                f"release_for_readmission: the session is {self._state.value}; only after a refused compact step "
+                f"can a request move to another session"
+            )
+        resident = self._seats[ref.slot] if 0 <= ref.slot < len(self._seats) else None
+        if resident is None or resident.ref != ref:
+            raise ContractViolation(f"release_for_readmission: {ref} is not a live resident")
+        if not resident.prompt_remaining or resident.generated:
+            raise ContractViolation(
+                f"release_for_readmission: {ref} completed its prompt; fail request {resident.request_id} instead"
+            )
+        if resident.released:
+            raise ContractViolation(f"release_for_readmission: {ref} was released already")
+        if resident.channel is not None:
+            resident.channel.detach()
+        resident.released = True
+
+    def close(self) -> None:
+        if self._state is SessionState.CLOSED:
+            return
+        self._ended_in = self._state
+        self._state = SessionState.CLOSED
+        for resident in self._order:
+            finish_unfinished(resident)
+        try:
+            self._release_everything()
+        except Exception:
+            _logger.exception("closing the session: not everything could be released")
+        for resident in self._order:
+            self._seats[resident.ref.slot] = None
+            self._slots.release(resident.ref)
+        self._order = []
+
+    def __enter__(self: _Session) -> _Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- rules of driving -------------------------------------------------------------------------------
+
+    def _check_thread(self, call: str) -> None:
+        current = threading.current_thread()
+        if current is not self._thread:
+            raise ContractViolation(
+                f"{call}: the session is driven by thread {self._thread.name!r} (id {self._thread.ident}), this call "
+                f"comes from {current.name!r} (id {current.ident}); drive it from the thread that opened it"
+            )
+
+    @contextmanager
+    def _drive(self, call: str) -> Iterator[None]:
+        self._check_thread(call)
+        if self._driving:
+            raise ContractViolation(f"{call}: called from inside {self._driving}; sessions are not re-entrant")
+        if self._state is not SessionState.OPEN:
+            raise ContractViolation(
+                f"{call}: the session is {self._state.value}"
+                f"{f' ({self._state_reason})' if self._state_reason else ''}; close it and open a new one"
+            )
+        self._driving = call
+        try:
+            yield
+        finally:
+            self._driving = ""
+
+    def _lose(self, reason: str) -> None:
+        if self._state is SessionState.OPEN:
+            self._state, self._state_reason = SessionState.LOST, reason
+
+    def check_invariants(self) -> None:
+        """Recount seats, slots and order.
+
+        Raises:
+            InvariantError: they disagree.
+        """
+        self._slots.check_invariants()
+        seated = {resident.ref.slot for resident in self._seats if resident is not None}
+        ordered = [resident.ref.slot for resident in self._order]
+        if seated != set(ordered) or len(ordered) != len(set(ordered)):
+            raise InvariantError(f"session: slots {sorted(seated)} are seated, resident order has {ordered}")
+        for resident in self._order:
+            if not self._slots.contains(resident.ref):
+                raise InvariantError(f"session: {resident.ref} is seated but does not own its slot")

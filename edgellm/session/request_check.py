@@ -1,0 +1,138 @@
+"""Request checks of admission: kinds that are never served, and limits of what is.
+
+Pure: nothing is tokenised and nothing is modified.  `UnsupportedRequestError` for a kind of request, and
+`AdmissionError` for a request of a served kind that is malformed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgellm.errors import AdmissionError, UnsupportedRequestError
+from edgellm.request import LLMGenerationRequest
+from edgellm.sampling.params import SamplingParams
+
+MAX_PROMPT_TEXT_BYTES = 1 << 20
+MAX_CONTENT_ITEM_BYTES = 128 << 10
+MAX_MESSAGES = 4096  # a guard against nonsense; the text limit and the context bound real chats
+MAX_CONTENT_ITEMS = 18
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_supported(request: LLMGenerationRequest) -> None:
+    """Refuse the kinds of request this runtime never serves.
+
+    Raises:
+        UnsupportedRequestError: per-request adapter, speech output, system-prompt capture, trajectory, or a
+            number of sequences other than 1.
+    """
+    if request.num_sequences != 1:
+        raise UnsupportedRequestError(
+            f"num_sequences is {request.num_sequences}, the limit is 1; submit one request per sequence"
+        )
+    if request.adapter_name is not None:
+        raise UnsupportedRequestError(
+            f"adapter_name is {request.adapter_name!r}; adapters per request are not served, load a merged checkpoint"
+        )
+    if request.speech_output:
+        raise UnsupportedRequestError("speech_output is True; this runtime generates text only, leave it False")
+    if request.save_system_prompt_kv_cache:
+        raise UnsupportedRequestError(
+            "save_system_prompt_kv_cache is True; context reuse captures every prompt by itself, leave it False"
+        )
+    if request.trajectory:
+        raise UnsupportedRequestError("trajectory is True; trajectory execution is not served, leave it False")
+
+
+def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
+    """Validate a request of a served kind, before it is templated and tokenised.
+
+    Raises:
+        AdmissionError: no prompt or several, a limit exceeded, a malformed message, a bias outside the
+            vocabulary.
+    """
+    if not isinstance(request.sampling, SamplingParams):
+        raise AdmissionError(
+            f"sampling is a {type(request.sampling).__name__}; pass an edgellm.SamplingParams (or leave it out)"
+        )
+    forms = {
+        "prompt_token_ids": request.prompt_token_ids is not None,
+        "prompt": request.prompt is not None,
+        "messages": request.messages is not None,
+    }
+    given = [name for name, present in forms.items() if present]
+    if len(given) != 1:
+        raise AdmissionError(
+            f"a request has exactly one of prompt_token_ids, prompt and messages; "
+            f"this one has {', '.join(given) if given else 'none'}"
+        )
+    if request.prompt is not None:
+        _check_text(request.prompt, "prompt", MAX_PROMPT_TEXT_BYTES)
+    if request.messages is not None:
+        _check_messages(request.messages)
+    for token_id in request.sampling.logit_bias:
+        if token_id >= vocab_size:
+            raise AdmissionError(
+                f"logit_bias names token id {token_id}, ids go from 0 to {vocab_size - 1}; remove the entry"
+            )
+
+
+def _check_text(text: object, name: str, limit: int) -> int:
+    """Bytes of `text`."""
+    if not isinstance(text, str):
+        raise AdmissionError(f"{name} is a {type(text).__name__}; it must be text")
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise AdmissionError(f"{name} is not valid Unicode text ({error.reason}); remove lone surrogates") from error
+    if size > limit:
+        raise AdmissionError(f"{name} has {size} bytes, the limit is {limit}; shorten it or pass token ids")
+    return size
+
+
+def _check_messages(messages: object) -> None:
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise AdmissionError(f"messages is a {type(messages).__name__}; it must be a list of messages")
+    if not messages:
+        raise AdmissionError("messages is empty; it needs at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise AdmissionError(
+            f"messages has {len(messages)} entries, the limit is {MAX_MESSAGES}; drop or summarise the oldest"
+        )
+    total = sum(_check_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    if total > MAX_PROMPT_TEXT_BYTES:
+        raise AdmissionError(
+            f"messages hold {total} bytes of text, the limit is {MAX_PROMPT_TEXT_BYTES}; drop or summarise the oldest"
+        )
+
+
+def _check_message(message: object, name: str) -> int:
+    """Bytes of text in one message."""
+    if not isinstance(message, Mapping):
+        raise AdmissionError(f"{name} is a {type(message).__name__}; it must be a dict with 'role' and 'content'")
+    role = message.get("role")
+    if role not in KNOWN_ROLES:
+        raise AdmissionError(f"{name} has the role {role!r}; known roles are {', '.join(KNOWN_ROLES)}")
+    content = message.get("content")
+    if content is None:
+        if message.get("tool_calls"):
+            return 0
+        raise AdmissionError(f"{name} has no content; give it text")
+    if isinstance(content, str):
+        return _check_text(content, f"{name}['content']", MAX_CONTENT_ITEM_BYTES)
+    return _check_content_items(content, f"{name}['content']")
+
+
+def _check_content_items(content: Any, name: str) -> int:
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise AdmissionError(f"{name} is a {type(content).__name__}; it must be text or a list of content items")
+    if len(content) > MAX_CONTENT_ITEMS:
+        raise AdmissionError(f"{name} has {len(content)} items, the limit is {MAX_CONTENT_ITEMS}; join text items")
+    total = 0
+    for index, item in enumerate(content):
+        kind = item.get("type") if isinstance(item, Mapping) else type(item).__name__
+        if kind != "text":
+            raise AdmissionError(f"{name}[{index}] is a {kind!r} item; no encoder is loaded for it, use text items")
+        total += _check_text(item.get("text"), f"{name}[{index}]['text']", MAX_CONTENT_ITEM_BYTES)
+    return total
