@@ -1,0 +1,103 @@
+"""Which requests may share steps, field by field.
+
+The classification is closed: every field of `LLMGenerationRequest` and of `SamplingParams` is in exactly one
+of the sets below, and a test enumerates both classes.  The failure this guards against is silent: one
+request generating with another's settings.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edgellm.request import LLMGenerationRequest
+    from edgellm.sampling.params import SamplingParams
+
+COMPARED_REQUEST_FIELDS = (
+    "adapter_name",
+    "disable_spec_decode",
+    "lookup_policy",
+    "commit_policy",
+    "speech_output",
+    "save_system_prompt_kv_cache",
+    "trajectory",
+    "num_sequences",
+)
+"""Must be equal: they choose the decoder, or the session keeps one of each for all residents."""
+
+EXCLUSIVE_REQUEST_FIELDS = ("token_callback",)
+"""A request that sets one shares steps with nobody."""
+
+EXEMPT_REQUEST_FIELDS = (
+    "prompt_token_ids",
+    "prompt",
+    "messages",
+    "cache_salt",
+    "stream_channel",
+    "priority",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+)
+"""Belong to one sequence: consumed at admission, or kept per resident."""
+
+NESTED_REQUEST_FIELDS = ("sampling",)
+"""Classified below, field by field."""
+
+UNIFORM_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Must be equal only when a decoder takes one set of sampling settings per batch."""
+
+SEED_FIELDS = ("seed",)
+"""Then it must also agree whether a seed is set; its value is per sequence."""
+
+EXEMPT_SAMPLING_FIELDS = (
+    "max_tokens",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logprobs",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+"""Per sequence in every decoder."""
+
+
+def compatible(resident: LLMGenerationRequest, candidate: LLMGenerationRequest, *, uniform_sampling: bool) -> bool:
+    """Whether both may share steps.  Pure; symmetric.
+
+    Args:
+        uniform_sampling: either of them runs on a decoder with one sampling setting per batch.
+    """
+    return not first_difference(resident, candidate, uniform_sampling=uniform_sampling)
+
+
+def first_difference(resident: LLMGenerationRequest, candidate: LLMGenerationRequest, *, uniform_sampling: bool) -> str:
+    """The first field that keeps them apart, with both values; empty when they are compatible."""
+    for name in EXCLUSIVE_REQUEST_FIELDS:
+        if getattr(resident, name) is not None or getattr(candidate, name) is not None:
+            return f"{name}: a request that sets it shares steps with nobody"
+    for name in COMPARED_REQUEST_FIELDS:
+        ours, theirs = getattr(resident, name), getattr(candidate, name)
+        if ours != theirs:
+            return f"{name}: {ours!r} differs from {theirs!r}"
+    return _sampling_difference(resident.sampling, candidate.sampling) if uniform_sampling else ""
+
+
+def _sampling_difference(resident: SamplingParams, candidate: SamplingParams) -> str:
+    for name in UNIFORM_SAMPLING_FIELDS:
+        ours, theirs = getattr(resident, name), getattr(candidate, name)
+        if ours != theirs:
+            return f"sampling.{name}: {ours!r} differs from {theirs!r}, and the decoder takes one per batch"
+    for name in SEED_FIELDS:
+        if (getattr(resident, name) is None) != (getattr(candidate, name) is None):
+            return f"sampling.{name}: set in one and not in the other, and the decoder samples in one way per batch"
+    return ""

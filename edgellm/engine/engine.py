@@ -1,0 +1,229 @@
+"""`RequestEngine`: submit from any thread, one actor thread runs everything."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+from edgellm.engine.actor import EngineActor
+from edgellm.engine.command_queue import EngineChannel, ShutdownMode
+from edgellm.engine.config import EngineConfig
+from edgellm.engine.metrics import EngineMetrics
+from edgellm.engine.records import RequestHandle, RequestRecord
+from edgellm.errors import CallerError, ContractViolation, InvalidArgumentError
+from edgellm.session.request_check import check_supported
+from edgellm.session.types import SessionOptions
+from edgellm.streaming import StreamChannel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
+    from edgellm.session.base import RuntimeSession
+    from edgellm.session.types import RequestId
+
+__all__ = ["EngineConfig", "EngineMetrics", "RequestEngine", "RequestHandle", "ShutdownMode"]
+
+
+class SessionRuntime(Protocol):
+    """A runtime as the engine uses it: `LLMRankRuntime`, or a scripted one."""
+
+    def open_session(self, options: SessionOptions) -> RuntimeSession: ...
+
+    def close(self) -> None: ...
+
+
+class RequestEngine:
+    """Feeds one runtime from many callers.
+
+    The runtime is taken outright: only the actor thread touches it, from opening the first session to closing
+    it at the end.  A session factory may stand in its place (a test seam); what it returns is closed too.
+
+    Thread rules: every method may be called from any thread; `shutdown` waits for the actor and so must not
+    be called on it (from a done callback, say).
+    """
+
+    def __init__(
+        self,
+        source: SessionRuntime | Callable[[], RuntimeSession],
+        config: EngineConfig | None = None,
+        *,
+        device_healthy: Callable[[], bool] | None = None,
+    ) -> None:
+        """Open the first session and start serving.
+
+        Args:
+            source: a built runtime, or a factory of sessions; called on the actor thread.
+            device_healthy: asked before a lost session is replaced; None takes the device for healthy.
+        Raises:
+            InvalidArgumentError: the configuration contradicts what the session can do.
+            Exception: whatever opening the session raised.  Nothing is left running, and the runtime stays
+                the caller's.
+        """
+        config = EngineConfig() if config is None else config
+        self._metrics = EngineMetrics()
+        self._channel = EngineChannel(config, self._metrics)
+        open_session, close_runtime = _adapt(source)
+        self._actor = EngineActor(
+            channel=self._channel,
+            config=config,
+            open_session=open_session,
+            device_healthy=device_healthy,
+            close_runtime=close_runtime,
+        )
+        self._thread = threading.Thread(target=self._actor.run, name="edgellm-engine", daemon=True)
+        self._thread.start()
+        self._exit_hook = functools.partial(_stop_at_exit, self._channel, self._thread)
+        atexit.register(self._exit_hook)
+        self._finalizer = weakref.finalize(self, _abandon, self._channel, self._exit_hook)
+        self._finalizer.atexit = False
+        self._actor.started.wait()
+        if self._actor.start_error is not None:
+            self._forget_thread()
+            raise self._actor.start_error
+
+    # ---- requests -------------------------------------------------------------------------------------
+
+    def submit(self, request: LLMGenerationRequest) -> RequestHandle:
+        """Accept a request; never waits for the actor.
+
+        The request object is not modified; its stream channel, if it brings one, is adopted.
+
+        Raises:
+            UnsupportedRequestError: a kind of request that is never served.
+            InvalidArgumentError: its stream channel was used before.
+            SubmitError: too many are pending, the queue is full, or the engine is ending; may pass.
+        """
+        check_supported(request)
+        _check_channel(request.stream_channel)
+        request_id = self._channel.reserve()
+        with self._give_back_on_failure():
+            channel = request.stream_channel or StreamChannel.create()
+            record = RequestRecord(
+                request_id=request_id,
+                request=dataclasses.replace(request, stream_channel=channel),
+                channel=channel,
+                note_cancel=self._channel.note_cancel,
+            )
+            self._channel.post(record)
+        return RequestHandle(record)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Cancel by id; unknown and retired ids are ignored."""
+        self._channel.cancel_record(request_id)
+
+    def handle_request(self, request: LLMGenerationRequest) -> LLMGenerationResponse | None:
+        """Submit and wait; None on any refusal, cancel or failure."""
+        try:
+            return self.submit(request).get()
+        except CallerError:
+            return None
+
+    @contextlib.contextmanager
+    def _give_back_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._channel.unreserve()
+            raise
+
+    # ---- ending ---------------------------------------------------------------------------------------
+
+    def shutdown(self, mode: ShutdownMode = ShutdownMode.DRAIN) -> None:
+        """Refuse new work, end as `mode` says, and wait for the actor.  The first caller's mode stays.
+
+        Raises:
+            ContractViolation: called on the actor thread, which cannot wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise ContractViolation("shutdown: called on the engine's own thread; call it from another one")
+        self._channel.begin_shutdown(mode)
+        self._forget_thread()
+
+    def _forget_thread(self) -> None:
+        self._thread.join()
+        self._finalizer.detach()
+        atexit.unregister(self._exit_hook)
+
+    def __enter__(self) -> RequestEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(ShutdownMode.DRAIN if error is None else ShutdownMode.CANCEL)
+
+    # ---- observation ----------------------------------------------------------------------------------
+
+    def queued(self) -> int:
+        """Requests in the backlog; not those in commands that the actor has not drained."""
+        return self._actor.queued()
+
+    def resident(self) -> int:
+        """Requests that hold a seat."""
+        return self._actor.resident()
+
+    def pending(self) -> int:
+        """Accepted requests without an outcome, wherever they are."""
+        return self._channel.pending
+
+    def running(self) -> bool:
+        """Whether the actor runs; False once shut down."""
+        return self._thread.is_alive()
+
+    def closed_because(self) -> str:
+        """Why submits are refused for good (shutdown, an unhealthy device); empty while they are not."""
+        return self._channel.closed_because
+
+    def metrics(self) -> EngineMetrics:
+        """A copy of the counters."""
+        return self._metrics.snapshot()
+
+
+def _adapt(
+    source: SessionRuntime | Callable[[], RuntimeSession],
+) -> tuple[Callable[[], RuntimeSession], Callable[[], None] | None]:
+    """(open a session, close the runtime) of either kind of source."""
+    open_session = getattr(source, "open_session", None)
+    if open_session is not None:
+        options = SessionOptions(allow_compact_execution=True)
+        return lambda: open_session(options), getattr(source, "close", None)
+    if callable(source):
+        return source, None
+    raise InvalidArgumentError(
+        f"the engine got a {type(source).__name__}; pass a runtime with open_session(), or a session factory"
+    )
+
+
+def _check_channel(channel: StreamChannel | None) -> None:
+    if channel is not None and (channel.is_attached() or channel.is_finished()):
+        raise InvalidArgumentError("stream_channel served another request already; give each request its own channel")
+
+
+def _stop_at_exit(channel: EngineChannel, thread: threading.Thread) -> None:
+    """The interpreter exits: end the actor before the modules it runs on are torn down."""
+    channel.begin_shutdown(ShutdownMode.CANCEL)
+    thread.join()
+
+
+def _abandon(channel: EngineChannel, exit_hook: Callable[[], None]) -> None:
+    """An engine that nobody shut down was collected.
+
+    Does not wait: the collector runs on any thread, at any point, perhaps inside a lock the actor needs.
+    """
+    atexit.unregister(exit_hook)
+    pending = channel.pending
+    channel.begin_shutdown(ShutdownMode.CANCEL)
+    if pending:
+        warnings.warn(
+            f"a RequestEngine was collected with {pending} requests in flight, which are cancelled; call shutdown()",
+            ResourceWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,271 @@
+"""`StreamChannel`: order, endings, cancellation, and the two ways to read it."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from edgellm.errors import ContractViolation, InvalidArgumentError
+from edgellm.sampling.logprobs import TokenLogprobs
+from edgellm.session.types import FinishReason
+from edgellm.streaming import StreamChannel, StreamChunk
+
+
+def chunk(*token_ids: int, text: str = "") -> StreamChunk:
+    return StreamChunk(token_ids=list(token_ids), text=text)
+
+
+def last(*token_ids: int, reason: FinishReason = FinishReason.LENGTH, text: str = "") -> StreamChunk:
+    return StreamChunk(token_ids=list(token_ids), text=text, finished=True, reason=reason)
+
+
+def test_constructor_is_refused_the_factory_is_the_only_way():
+    with pytest.raises(ContractViolation, match="create"):
+        StreamChannel()
+    assert not StreamChannel.create().is_finished()
+
+
+def test_chunks_arrive_in_order_and_finish_adds_a_terminal_chunk():
+    channel = StreamChannel.create()
+    channel.push(chunk(1, text="a"))
+    channel.push(chunk(2, 3, text="bc"))
+    assert channel.finish(FinishReason.END_ID)
+    assert list(channel) == [
+        chunk(1, text="a"),
+        chunk(2, 3, text="bc"),
+        StreamChunk(finished=True, reason=FinishReason.END_ID),
+    ]
+    assert channel.is_exhausted()
+
+
+def test_finish_is_idempotent_and_the_first_reason_wins():
+    channel = StreamChannel.create()
+    assert channel.finish(FinishReason.LENGTH)
+    assert not channel.finish(FinishReason.ERROR)
+    assert channel.reason() is FinishReason.LENGTH
+    assert [c.reason for c in channel] == [FinishReason.LENGTH]
+
+
+def test_terminal_chunk_finishes_and_later_pushes_are_dropped():
+    channel = StreamChannel.create()
+    assert channel.push(last(7, reason=FinishReason.STOP_WORDS))
+    assert not channel.push(chunk(8))
+    assert not channel.finish(FinishReason.ERROR)
+    assert list(channel) == [last(7, reason=FinishReason.STOP_WORDS)]
+
+
+def test_finish_without_a_reason_is_an_error_that_changes_nothing():
+    channel = StreamChannel.create(stream_interval=4)
+    channel.push(chunk(1))
+    with pytest.raises(InvalidArgumentError, match="NOT_FINISHED"):
+        channel.finish(FinishReason.NOT_FINISHED)
+    with pytest.raises(InvalidArgumentError, match="reason"):
+        channel.push(StreamChunk(finished=True))
+    with pytest.raises(InvalidArgumentError, match="reason"):
+        channel.push(StreamChunk(reason=FinishReason.LENGTH))
+    channel.finish(FinishReason.LENGTH)
+    assert [c.token_ids for c in channel] == [[1]]
+
+
+def test_attach_once_and_not_when_finished():
+    channel = StreamChannel.create()
+    channel.attach()
+    with pytest.raises(ContractViolation, match="already serves"):
+        channel.attach()
+    finished = StreamChannel.create()
+    finished.finish(FinishReason.CANCELLED)
+    with pytest.raises(ContractViolation, match="single use"):
+        finished.attach()
+
+
+def test_detach_lets_an_unfinished_channel_serve_a_second_residency():
+    channel = StreamChannel.create()
+    with pytest.raises(ContractViolation, match="not attached"):
+        channel.detach()
+    channel.attach()
+    channel.detach()
+    channel.attach()
+    channel.finish(FinishReason.LENGTH)
+    with pytest.raises(ContractViolation, match="finished"):
+        channel.detach()
+
+
+def test_skip_special_tokens_is_set_before_attach():
+    channel = StreamChannel.create(skip_special_tokens=True)
+    channel.set_skip_special_tokens(False)
+    assert channel.skip_special_tokens is False
+    channel.attach()
+    with pytest.raises(ContractViolation, match="attached"):
+        channel.set_skip_special_tokens(True)
+    assert channel.skip_special_tokens is False
+
+
+def test_behaviour_43_interval_4_gives_chunks_of_4_or_more_and_delivers_the_tail():
+    channel = StreamChannel.create(stream_interval=4)
+    for token in range(10):
+        channel.push(chunk(token, text=str(token)))
+    assert channel.finish(FinishReason.LENGTH)
+    got = list(channel)
+    assert [c.token_ids for c in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [c.text for c in got] == ["0123", "4567", "89"]
+    assert [c.finished for c in got] == [False, False, True]
+
+
+def test_interval_below_one_counts_as_one():
+    channel = StreamChannel.create(stream_interval=0)
+    channel.set_stream_interval(-3)
+    assert channel.stream_interval == 1
+    channel.push(chunk(1))
+    assert channel.try_pop() == chunk(1)
+
+
+def test_merged_chunks_keep_one_logprob_entry_a_token():
+    a, b = TokenLogprobs(1, -0.5), TokenLogprobs(2, -0.25)
+    channel = StreamChannel.create(stream_interval=2)
+    channel.push(StreamChunk([1], "x", logprobs=[a]))
+    channel.push(StreamChunk([2], "y", logprobs=[b]))
+    assert channel.try_pop() == StreamChunk([1, 2], "xy", logprobs=[a, b])
+
+
+def test_behaviour_46_a_stalled_consumer_neither_blocks_the_producer_nor_loses_text():
+    channel = StreamChannel.create(max_pending_chunks=3)
+    for token in range(1000):
+        channel.push(chunk(token))
+    channel.finish(FinishReason.LENGTH)
+    got = list(channel)
+    assert len(got) == 3
+    assert [t for c in got for t in c.token_ids] == list(range(1000))
+    assert got[-1].finished
+    with pytest.raises(InvalidArgumentError, match="-1"):
+        StreamChannel.create(max_pending_chunks=-1)
+
+
+def test_pending_chunks_are_delivered_after_finish_and_after_cancel():
+    for end in (lambda c: c.finish(FinishReason.LENGTH), lambda c: c.cancel()):
+        channel = StreamChannel.create()
+        channel.push(chunk(1))
+        channel.push(chunk(2))
+        end(channel)
+        assert [c.token_ids for c in channel][:2] == [[1], [2]]
+
+
+def test_cancel_releases_a_waiting_consumer_at_once():
+    channel = StreamChannel.create()
+    got: list[StreamChunk | None] = []
+    reader = threading.Thread(target=lambda: got.append(channel.wait_pop()))
+    reader.start()
+    time.sleep(0.02)
+    channel.cancel()
+    reader.join(5)
+    assert got == [None]
+    assert channel.is_cancelled()
+    assert channel.is_exhausted()
+    assert not channel.is_finished()
+
+
+def test_cancel_after_the_end_has_no_effect():
+    channel = StreamChannel.create()
+    channel.finish(FinishReason.LENGTH)
+    channel.cancel()
+    assert not channel.is_cancelled()
+    assert channel.reason() is FinishReason.LENGTH
+
+
+def test_cancel_listeners_run_once_also_when_added_late():
+    channel = StreamChannel.create()
+    calls: list[str] = []
+    channel.add_cancel_listener(lambda: calls.append("early"))
+    channel.cancel()
+    channel.cancel()
+    channel.add_cancel_listener(lambda: calls.append("late"))
+    assert calls == ["early", "late"]
+
+
+def test_wait_pop_times_out_and_try_pop_never_waits():
+    channel = StreamChannel.create()
+    started = time.monotonic()
+    assert channel.wait_pop(0.02) is None
+    assert 0.015 < time.monotonic() - started < 5
+    assert channel.try_pop() is None
+    assert not channel.is_exhausted()
+
+
+def test_consume_calls_the_handler_without_the_lock_and_returns_the_reason():
+    channel = StreamChannel.create()
+    seen: list[int] = []
+
+    def handler(item: StreamChunk) -> None:
+        channel.push(chunk(99))  # would deadlock if the lock were held; dropped after the end
+        seen.extend(item.token_ids)
+
+    channel.push(chunk(1))
+    channel.push(last(2))
+    assert channel.consume(handler) is FinishReason.LENGTH
+    assert seen == [1, 2]
+
+
+def test_consume_cancels_the_stream_when_its_handler_raises():
+    channel = StreamChannel.create()
+    channel.push(chunk(1))
+    with pytest.raises(ZeroDivisionError):
+        channel.consume(lambda _: 1 // 0)
+    assert channel.is_cancelled()
+
+
+def test_consume_follows_a_producer_on_another_thread():
+    channel = StreamChannel.create()
+
+    def produce() -> None:
+        for token in range(200):
+            channel.push(chunk(token))
+        channel.finish(FinishReason.END_ID)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    seen: list[int] = []
+    assert channel.consume(lambda c: seen.extend(c.token_ids)) is FinishReason.END_ID
+    producer.join(5)
+    assert seen == list(range(200))
+
+
+def test_async_iterator_is_woken_by_a_producer_thread():
+    channel = StreamChannel.create()
+
+    def produce() -> None:
+        for token in range(50):
+            time.sleep(0.0005)
+            channel.push(chunk(token))
+        channel.finish(FinishReason.END_ID)
+
+    async def read() -> list[StreamChunk]:
+        return [item async for item in channel]
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    got = asyncio.run(asyncio.wait_for(read(), 10))
+    producer.join(5)
+    assert [t for c in got for t in c.token_ids] == list(range(50))
+    assert got[-1].reason is FinishReason.END_ID
+
+
+def test_async_iterator_ends_when_cancelled_from_another_thread():
+    channel = StreamChannel.create()
+    threading.Timer(0.02, channel.cancel).start()
+
+    async def read() -> list[StreamChunk]:
+        return [item async for item in channel]
+
+    assert asyncio.run(asyncio.wait_for(read(), 5)) == []
+
+
+def test_pushing_after_the_readers_event_loop_closed_is_harmless():
+    channel = StreamChannel.create()
+
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(channel.__anext__(), 0.01)
+
+    asyncio.run(give_up())
+    assert channel.push(chunk(1))
+    assert channel.try_pop() == chunk(1)
