@@ -343,7 +343,7 @@ def test_digests_are_checked() -> None:
     with pytest.raises(InvalidArgumentError, match="not a Hash128"):
         TokenChain(2, None, [7])  # type: ignore[list-item]
     for hi in (1 << 64, -1, 0.5):
-        with pytest.raises(InvalidArgumentError, match="Hash128.hi"):
+        with pytest.raises(InvalidArgumentError, match=r"Hash128.hi"):
             hash_block(Hash128(hi, 0), [1])  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="adapter id"):
         encode_key_extras(BlockKeyExtras(adapter=AdapterKey(-1, 0)))

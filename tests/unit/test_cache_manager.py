@@ -1,0 +1,770 @@
+"""The manager's vanilla operations: exact pages, references and orders (behaviours 67 to 96, attention-only).
+
+Where the block tree changes a numbered behaviour, the new rule is tested under the same number:
+
+- 69: a hit is held before anything is evicted and a held block is no victim, so it *stays* in the index.
+- 70: a block hit refreshes its blocks' recency (records keep their order).
+- 79, 81, 92: the cache reference of a page is 1 while a node holds it, however many records lie below.
+- 81: the later producer also holds the canonical node (path pin), so that what it publishes below stays reachable.
+- 85, 86, 93 to 95 belong to the speculative and hybrid flavours.
+- 88: with `max_records=0` nothing enters the index at all.
+- 89: all that can fail comes before the first change, so the faults are injected there.
+- 91: a record evicted under live leases takes its held pages out of the index at once; a page that several leases still
+  hold is not indexed again before they are gone.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from edgellm._core.block_hash import TokenChain
+from edgellm._core.block_index import DEFAULT_HASH_MASK
+from edgellm._core.cache_manager import CacheRequestLease, ContextCacheManager
+from edgellm.cache.types import (
+    AcquireStatus,
+    BlockKeyExtras,
+    ContextCacheLookupPolicy,
+    ContextCacheManagerMetrics,
+    Hash128,
+    PublishStatus,
+    ResourceDemand,
+    ReusePlanKind,
+    ReuseStopReason,
+    SpecReuseContract,
+)
+from edgellm.errors import ContractViolation, InvalidArgumentError
+
+P = 4
+A, B, C, D = [0] * P, [1] * P, [2] * P, [3] * P  # four blocks of tokens
+
+
+def chain(tokens: Sequence[int], page_size: int = P) -> TokenChain:
+    out = TokenChain(page_size)
+    out.extend(tokens)
+    return out
+
+
+def manager_of(pages: int, **options: int | None) -> ContextCacheManager:
+    return ContextCacheManager(P, ResourceDemand(base_kv_pages=pages), **options)  # type: ignore[arg-type]
+
+
+class Run:
+    """A prompt with its lease."""
+
+    def __init__(self, manager: ContextCacheManager, tokens: Sequence[int], min_tokens: int = 0) -> None:
+        self.manager, self.chain = manager, chain(tokens)
+        self.result = manager.acquire_vanilla(self.chain, min_tokens=min_tokens)
+        assert self.result.lease is not None
+        self.lease: CacheRequestLease = self.result.lease
+
+    def publish(self, resident: int | None = None, *, make_record: bool = True):  # type: ignore[no-untyped-def]
+        length = self.chain.num_tokens if resident is None else resident
+        return self.manager.publish(self.lease, self.chain, length, make_record=make_record)
+
+    @property
+    def pages(self) -> list[int]:
+        return self.lease.base_pages.tolist()
+
+    @property
+    def path(self) -> list[int]:
+        return self.lease.canonical_pages.tolist()
+
+
+def cached(manager: ContextCacheManager, tokens: Sequence[int]) -> int:
+    """Prefill, publish with record, release; the record id."""
+    sequence = Run(manager, tokens)
+    record = sequence.publish().record
+    sequence.lease.release()
+    return record
+
+
+def snapshot(manager: ContextCacheManager) -> tuple[object, ...]:
+    """Everything observable: what "unchanged" means."""
+    manager.check_invariants()
+    base, index = manager.pools.base, manager.index
+    return (
+        base.free_list(), [(base.active_ref(p), base.cache_ref(p)) for p in range(base.capacity)],
+        index.eviction_order(), [index.path_of(p) for p in range(base.capacity)], index.num_namespaces,
+        manager.records.lru_to_mru(), manager.metrics(), manager.num_live_leases,
+    )
+
+
+# Acquire and release
+
+
+def test_cold_acquire_takes_fresh_pages() -> None:
+    manager = manager_of(4)
+    cold = Run(manager, range(9))
+    assert cold.result.status is AcquireStatus.ACQUIRED
+    assert (cold.pages, cold.path, cold.lease.shared_block_count) == ([0, 1, 2], [], 0)
+    assert cold.lease.base_pages.dtype == np.int32
+    assert manager.available_pages == 1
+    cold.lease.release()
+    assert manager.pools.base.free_list() == [3, 2, 1, 0]
+    manager.check_invariants()
+
+
+def test_67_hit_shares_pages_and_release_counts_once() -> None:
+    manager = manager_of(6)
+    cached(manager, range(8))
+    hit = Run(manager, range(9))
+    assert (hit.pages, hit.path, hit.lease.shared_block_count) == ([0, 1, 2], [0, 1], 2)
+    assert [manager.pools.base.active_ref(p) for p in range(3)] == [1, 1, 1]
+    assert [manager.pools.base.cache_ref(p) for p in range(3)] == [1, 1, 0]
+    hit.lease.release()
+    hit.lease.release()
+    manager.release(hit.lease)
+    assert hit.lease.valid is False
+    assert (hit.pages, hit.lease.num_base_pages, hit.lease.published_block_count) == ([], 0, 0)
+    assert [manager.pools.base.active_ref(p) for p in range(3)] == [0, 0, 0]
+    assert manager.pools.base.free_list() == [3, 4, 5, 2]
+    assert manager.index.eviction_order() == [1, 0]
+    manager.check_invariants()
+
+
+def test_68_refused_acquire_changes_nothing() -> None:
+    manager = manager_of(4)
+    cached(manager, [*A, *B])
+    holder = Run(manager, [*C, *D])
+    before = snapshot(manager)
+    refused = manager.acquire_vanilla(chain([*A, *B, *C, 1]))
+    assert (refused.lease, refused.status) == (None, AcquireStatus.INSUFFICIENT_CAPACITY)
+    assert refused.plan.reuse_token_length == 8
+    assert snapshot(manager) == before
+    holder.lease.release()
+
+
+def test_68_huge_demand_is_refused_not_an_error() -> None:
+    manager = manager_of(4)
+    for min_tokens in (17, 10**15):
+        assert manager.acquire_vanilla(chain(range(3)), min_tokens=min_tokens).lease is None
+    with pytest.raises(InvalidArgumentError, match="min_tokens -1"):
+        manager.acquire_vanilla(chain(range(3)), min_tokens=-1)
+
+
+def test_69_hit_block_is_held_while_the_rest_of_its_record_goes() -> None:
+    """Reference: the hit page leaves the index with its record.  Tree: it stays, only the blocks below it go."""
+    manager = manager_of(4)
+    record = cached(manager, [*A, *B, *C])
+    hit = Run(manager, [*A, *D, *D, 1])
+    assert hit.pages == [0, 3, 2, 1]
+    assert record not in manager.records
+    assert 0 in manager.index
+    assert manager.metrics() == ContextCacheManagerMetrics(evicted_records=1, reclaimed_base_kv_pages=2)
+    manager.check_invariants()
+
+
+def test_70_hit_refreshes_blocks_but_not_records() -> None:
+    """Reference: a vanilla hit refreshes nothing.  Tree: recency is a block's, so the hit block outlives the other."""
+    manager = manager_of(3)
+    first, second = cached(manager, A), cached(manager, B)
+    assert manager.index.eviction_order() == [0, 1]
+    Run(manager, [*A, 9]).lease.release()
+    assert manager.records.lru_to_mru() == [first, second]
+    assert manager.index.eviction_order() == [1, 0]
+
+
+def test_worked_example_9_hit_cannot_feed_itself() -> None:
+    manager = manager_of(2)
+    record = cached(manager, A)
+    assert manager.acquire_vanilla(chain([*A, *B, 1])).lease is None
+    assert manager.records.lru_to_mru() == [record]
+    assert manager.index.eviction_order() == [0]
+
+
+def test_coverage_is_leased_up_front() -> None:
+    manager = manager_of(4)
+    assert Run(manager, range(7), min_tokens=9).pages == [0, 1, 2]
+    assert Run(manager, range(3), min_tokens=1).pages == [3]  # never lowers the demand
+
+
+def test_bypass_takes_private_pages() -> None:
+    manager = manager_of(4)
+    cached(manager, range(8))
+    result = manager.acquire_vanilla(chain(range(8)), lookup_policy=ContextCacheLookupPolicy.BYPASS)
+    assert result.lease is not None
+    assert (result.lease.shared_block_count, result.lease.base_pages.tolist()) == (0, [2, 3])
+    assert result.plan.stop_reason is ReuseStopReason.BYPASS
+
+
+def test_stale_or_foreign_plan_is_refused() -> None:
+    manager, other = manager_of(4), manager_of(4)
+    plan = manager.plan(chain(range(9)))
+    with pytest.raises(ContractViolation, match="another manager"):
+        other.acquire(plan)
+    lease = manager.acquire(plan).lease
+    assert lease is not None
+    with pytest.raises(ContractViolation, match="changed since the plan was made"):
+        manager.acquire(plan)
+    stale = manager.plan(chain(range(4)))
+    lease.release()
+    with pytest.raises(ContractViolation, match="changed since the plan was made"):
+        manager.acquire(stale)
+    assert manager.num_live_leases == 0
+
+
+def test_dropped_lease_gives_itself_back() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(8))
+    sequence.publish()
+    del sequence
+    gc.collect()
+    assert (manager.num_live_leases, manager.available_pages) == (0, 4)
+    assert manager.index.eviction_order() == [1, 0]
+    manager.check_invariants()
+
+
+def test_lease_keeps_its_manager_alive() -> None:
+    lease = Run(manager_of(4), range(8)).lease
+    gc.collect()
+    assert lease.manager.available_pages == 2
+    with lease as same:
+        assert same is lease
+    assert lease.valid is False
+    with pytest.raises(ContractViolation, match=r"ContextCacheManager\.acquire"):
+        CacheRequestLease()
+
+
+# Growth
+
+
+def test_71_growth_of_a_vanilla_lease() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(5))
+    before = snapshot(manager)
+    assert manager.grow_base_pages(sequence.lease, 0) is True
+    for refused in (3, 4, 5, 10**9, 10**30):
+        assert manager.grow_base_pages(sequence.lease, refused) is False
+    with pytest.raises(InvalidArgumentError, match="cannot grow by -1 pages"):
+        manager.grow_base_pages(sequence.lease, -1)
+    assert snapshot(manager) == before
+    assert manager.grow_base_pages(sequence.lease, 2) is True
+    assert sequence.pages == [0, 1, 2, 3]
+
+
+def test_73_foreign_and_released_leases_are_refused() -> None:
+    manager, other = manager_of(4), manager_of(4)
+    sequence = Run(manager, range(5))
+    calls = [
+        lambda m, s: m.grow_base_pages(s.lease, 1), lambda m, s: m.ensure_base_pages(s.lease, 1),
+        lambda m, s: m.ensure_coverage([s.lease], [1], 1),
+        lambda m, s: m.publish(s.lease, s.chain, 4, make_record=True),
+        lambda m, s: m.append_tokens([s.lease], [s.chain], np.zeros(1, np.int32), True),
+        lambda m, s: m.rebind(s.lease, s.chain),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match="belongs to another manager"):
+            call(other, sequence)
+    with pytest.raises(InvalidArgumentError, match="belongs to another manager"):
+        other.release(sequence.lease)
+    sequence.lease.release()
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match="not valid any more"):
+            call(manager, sequence)
+    assert sequence.chain.num_tokens == 5
+
+
+def test_74_growth_evicts_lru_leaves_and_leaves_leases_alone() -> None:
+    manager = manager_of(5)
+    held = Run(manager, [*A, 1])
+    held.publish()
+    cached(manager, B)
+    cached(manager, C)
+    assert manager.grow_base_pages(held.lease, 2) is True
+    assert held.pages == [0, 1, 4, 2]
+    assert manager.index.eviction_order() == [3]
+    assert manager.metrics() == ContextCacheManagerMetrics(evicted_records=1, reclaimed_base_kv_pages=1)
+    manager.check_invariants()
+
+
+def test_ensure_base_pages_covers_tokens() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(5))
+    assert manager.ensure_base_pages(sequence.lease, 8) is True
+    assert sequence.pages == [0, 1]
+    assert manager.ensure_base_pages(sequence.lease, 9) is True
+    assert sequence.pages == [0, 1, 2]
+    assert manager.ensure_base_pages(sequence.lease, 17) is False
+    assert manager.ensure_base_pages(sequence.lease, 2**62) is False
+    with pytest.raises(InvalidArgumentError, match="must be 0 or more"):
+        manager.ensure_base_pages(sequence.lease, -1)
+    assert sequence.pages == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_ensure_coverage_stops_at_the_first_refusal(kind: type) -> None:
+    manager = manager_of(5)
+    leases = [Run(manager, range(n)).lease for n in (3, 4, 8)]
+    assert manager.ensure_coverage(leases, kind([3, 3, 7]), 1) == -1
+    assert [lease.num_base_pages for lease in leases] == [1, 1, 2]
+    assert manager.ensure_coverage(leases, kind([3, 4, 8]), 1) == 2
+    assert [lease.num_base_pages for lease in leases] == [1, 2, 2]
+    with pytest.raises(InvalidArgumentError, match="3 leases need as many lengths, got 2"):
+        manager.ensure_coverage(leases, kind([3, 4]), 1)
+    with pytest.raises(InvalidArgumentError, match="length -2 with 1 more"):
+        manager.ensure_coverage(leases, kind([30, 4, -2]), 1)
+    with pytest.raises(TypeError):
+        manager.ensure_coverage([*leases[:2], None], kind([3, 4, 8]), 1)  # type: ignore[list-item]
+    assert [lease.num_base_pages for lease in leases] == [1, 2, 2]
+
+
+# Publication
+
+
+def test_79_cold_publication() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(9))
+    done = sequence.publish()
+    assert (done.status, done.record) == (PublishStatus.PUBLISHED, 1)
+    assert (done.published_block_count, done.new_block_count) == (2, 2)
+    assert [manager.pools.base.cache_ref(p) for p in range(3)] == [1, 1, 0]
+    record = manager.record(1)
+    assert (record.id, record.node, record.base_page_path) == (1, 1, (0, 1))
+    assert record.key.full_block_count == 2
+    assert record.key.terminal_hash == sequence.chain.hash_at(1) == manager.index.hash_of(1)
+    assert (record.draft_page_path, record.recurrent_snapshot_slot, record.exact_checkpoint_length) == (None,) * 3
+    assert (sequence.pages, sequence.lease.shared_block_count) == ([0, 1, 2], 0)
+
+
+def test_80_only_full_blocks_of_resident_state_are_published() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(9))
+    before = snapshot(manager)
+    for too_short in (0, 3, -1):
+        with pytest.raises(InvalidArgumentError, match="complete no block of 4 tokens"):
+            sequence.publish(too_short)
+    assert snapshot(manager) == before
+    assert sequence.publish(6).published_block_count == 1
+    assert manager.record(1).base_page_path == (0,)
+    assert 1 not in manager.index
+
+
+def test_80_more_blocks_than_pages_are_refused() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(4))
+    sequence.chain.extend(range(4, 12))
+    with pytest.raises(InvalidArgumentError, match="holds 1 pages but 3 blocks"):
+        sequence.publish()
+    assert manager.index.size == 0
+
+
+def test_81_first_producer_stays_canonical_and_the_later_one_holds_its_node() -> None:
+    manager = manager_of(5)
+    first = Run(manager, [*A, 9])
+    second = Run(manager, [*A, *B])
+    assert (first.pages, second.pages) == ([0, 1], [2, 3])
+    first.publish()
+    done = second.publish()
+    assert (done.status, done.new_block_count) == (PublishStatus.PUBLISHED, 1)
+    assert manager.record(done.record).base_page_path == (0, 3)
+    assert (second.pages, second.path) == ([2, 3], [0, 3])
+    assert manager.pools.base.active_ref(0) == 2  # its own lease and the path pin
+    first.lease.release()
+    assert manager.index.eviction_order() == []  # the path pin keeps block 0 from going before its child
+    second.lease.release()
+    assert manager.pools.base.free_list() == [4, 1, 2]
+    assert manager.index.eviction_order() == [3, 0]
+    manager.check_invariants()
+
+
+def test_82_same_endpoint_again_is_touched() -> None:
+    manager = manager_of(8)
+    sequences = [Run(manager, [*A, 9]) for _ in range(2)]
+    assert sequences[0].publish().record == 1
+    assert cached(manager, B) == 2
+    done = sequences[1].publish()
+    assert (done.status, done.record, done.new_block_count) == (PublishStatus.EXISTING_RECORD, 1, 0)
+    assert manager.records.lru_to_mru() == [2, 1]
+    assert manager.pools.base.cache_ref(sequences[1].pages[0]) == 0
+
+
+def test_84_chain_that_differs_from_the_lease_is_refused() -> None:
+    manager = manager_of(6)
+    cached(manager, [*A, *B])
+    hit = Run(manager, [*A, *B, *C])
+    before = snapshot(manager)
+    for other in ([*A, *C, *C], [*B, *B, *C], [*A]):
+        calls = [
+            lambda c: manager.rebind(hit.lease, c),
+            lambda c: manager.append_tokens([hit.lease], [c], np.zeros(1, np.int32), True),
+        ]
+        if len(other) > P:
+            calls.append(lambda c: manager.publish(hit.lease, c, 12, make_record=True))
+        for call in calls:
+            with pytest.raises(InvalidArgumentError, match="differs from the lease"):
+                call(chain(other))
+    with pytest.raises(InvalidArgumentError, match="page size 2, the cache 4"):
+        manager.publish(hit.lease, chain(A, 2), 4, make_record=True)
+    assert snapshot(manager) == before
+
+
+def test_87_record_limit_evicts_the_lru_front_but_not_what_others_need() -> None:
+    manager = manager_of(8, max_records=2)
+    cached(manager, [*A, *B])
+    cached(manager, C)
+    assert cached(manager, [*A, *D]) == 3
+    assert manager.records.lru_to_mru() == [2, 3]
+    assert 0 in manager.index
+    assert 1 not in manager.index
+    assert manager.record(3).base_page_path == (0, 3)
+    assert manager.metrics() == ContextCacheManagerMetrics(evicted_records=1, reclaimed_base_kv_pages=1)
+    manager.check_invariants()
+
+
+def test_88_record_limit_zero_retains_nothing() -> None:
+    manager = manager_of(4, max_records=0)
+    sequence = Run(manager, range(8))
+    done = sequence.publish()
+    assert (done.status, done.record, done.published_block_count) == (PublishStatus.PUBLISHED, None, 0)
+    manager.append_tokens([sequence.lease], [sequence.chain], np.zeros(1, np.int32), True)
+    assert (manager.records.size, manager.index.size) == (0, 0)
+    assert [manager.pools.base.active_ref(p) for p in sequence.pages] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("step", ["path", "namespace", "record"])
+def test_89_failed_publication_changes_nothing(step: str) -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(9))
+    before = snapshot(manager)
+    manager._inject_fault(step)  # type: ignore[attr-defined]
+    with pytest.raises(MemoryError, match="injected fault"):
+        sequence.publish()
+    assert snapshot(manager) == before
+    assert sequence.path == []
+    assert sequence.publish().record == 1
+
+
+def test_89_failed_publication_below_other_blocks_changes_nothing() -> None:
+    manager = manager_of(8)
+    cached(manager, A)
+    cached(manager, B)
+    sequence = Run(manager, [*A, *B])
+    manager._inject_fault("record")  # type: ignore[attr-defined]
+    before = snapshot(manager)
+    with pytest.raises(MemoryError):
+        sequence.publish()
+    assert snapshot(manager) == before
+
+
+@pytest.mark.parametrize("call", ["acquire", "grow"])
+def test_89_failed_allocation_changes_nothing(call: str) -> None:
+    manager = manager_of(3)
+    sequence = Run(manager, range(4))
+    cached(manager, A)
+    before = snapshot(manager)
+    manager._inject_fault("pages")  # type: ignore[attr-defined]
+    calls = {
+        "acquire": lambda: manager.acquire_vanilla(chain([*A, 1])),
+        "grow": lambda: manager.grow_base_pages(sequence.lease, 2),
+    }
+    with pytest.raises(MemoryError):
+        calls[call]()
+    gc.collect()
+    assert snapshot(manager) == before
+
+
+def test_chunks_publish_without_a_record() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(12))
+    assert sequence.publish(5, make_record=False).new_block_count == 1
+    assert (manager.records.size, sequence.path) == (0, [0])
+    assert sequence.publish(8, make_record=False).new_block_count == 1
+    done = sequence.publish(12)
+    assert (done.record, done.new_block_count, done.published_block_count) == (1, 1, 3)
+    # An earlier endpoint of the same lease may still get a record of its own.
+    assert sequence.publish(4).record == 2
+    assert manager.record(2).base_page_path == (0,)
+
+
+@pytest.mark.parametrize("hash_mask", [DEFAULT_HASH_MASK, 0], ids=["hashed", "all-collide"])
+def test_media_identity_reaches_through_the_manager(hash_mask: int) -> None:
+    manager = manager_of(6, hash_mask=hash_mask)
+
+    def prompt(digest: Hash128) -> TokenChain:
+        out = TokenChain(P, BlockKeyExtras(), [None, digest, None, None, None])
+        out.extend([5, 0, 6, 7, 8])
+        return out
+
+    cat, dog = Hash128(1, 1), Hash128(2, 2)
+    lease = manager.acquire_vanilla(prompt(cat)).lease
+    assert lease is not None
+    before = snapshot(manager)
+    manager._inject_fault("media")  # type: ignore[attr-defined]
+    with pytest.raises(MemoryError):
+        manager.publish(lease, prompt(cat), 5, make_record=True)
+    assert snapshot(manager) == before
+    manager.publish(lease, prompt(cat), 5, make_record=True)
+    lease.release()
+    assert manager.plan(prompt(dog)).reuse_token_length == 0
+    other = manager.acquire_vanilla(prompt(dog)).lease
+    assert other is not None
+    manager.publish(other, prompt(dog), 5, make_record=True)
+    assert [manager.plan(prompt(d)).base_page_bindings.tolist() for d in (cat, dog)] == [[0], [2]]
+    assert manager.plan(chain([5, 0, 6, 7, 8])).reuse_token_length == 0
+    other.release()
+    manager.evict_all()
+    manager.check_invariants()
+    assert manager.plan(prompt(cat)).stop_reason is ReuseStopReason.EVICTED
+
+
+# Eviction
+
+
+def test_91_record_evicted_under_a_live_lease() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(8))
+    manager.evict_record(sequence.publish().record)
+    assert (manager.index.size, manager.records.size) == (0, 0)
+    assert manager.metrics() == ContextCacheManagerMetrics(evicted_records=1, reclaimed_base_kv_pages=0)
+    assert (sequence.pages, sequence.path) == ([0, 1], [])
+    manager.check_invariants()
+    sequence.lease.release()
+    assert manager.pools.base.free_list() == [2, 3, 1, 0]
+    assert manager.metrics().reclaimed_base_kv_pages == 0
+
+
+def test_91_sole_holder_may_publish_again() -> None:
+    manager = manager_of(4)
+    sequence = Run(manager, range(8))
+    manager.evict_record(sequence.publish().record)
+    done = sequence.publish()
+    assert (done.record, done.new_block_count) == (2, 2)
+    assert manager.record(2).base_page_path == (0, 1)
+
+
+def test_91_page_that_several_leases_hold_is_not_indexed_again() -> None:
+    manager = manager_of(8)
+    first = Run(manager, [*A, 9])
+    record = first.publish().record
+    second = Run(manager, [*A, *B])
+    manager.evict_record(record)
+    done = second.publish()
+    assert (done.status, done.record, done.published_block_count) == (PublishStatus.PUBLISHED, None, 0)
+    manager.check_invariants()
+    first.lease.release()
+    assert second.publish().new_block_count == 2
+    manager.check_invariants()
+
+
+def test_92_shared_block_survives_the_record_of_one_branch() -> None:
+    manager = manager_of(4)
+    first = cached(manager, [*A, *B])
+    cached(manager, [*A, *C])
+    manager.evict_record(first)
+    assert manager.index.lookup_prefix(chain([*A, *B])) == [0]
+    assert manager.metrics() == ContextCacheManagerMetrics(evicted_records=1, reclaimed_base_kv_pages=1)
+    assert manager.pools.base.free_list() == [3, 1]
+
+
+def test_evict_record_keeps_blocks_with_records_or_children() -> None:
+    manager = manager_of(4)
+    short, long = cached(manager, A), cached(manager, [*A, *B])
+    manager.evict_record(short)
+    assert manager.index.size == 2
+    manager.evict_record(long)
+    assert manager.index.size == 0
+    with pytest.raises(InvalidArgumentError, match="not in the store"):
+        manager.evict_record(long)
+    for call in (manager.record, manager.evict_record):
+        with pytest.raises(InvalidArgumentError, match="not in the store"):
+            call(77)
+
+
+def test_evicted_path_pin_is_given_back() -> None:
+    manager = manager_of(5)
+    first = Run(manager, [*A, 9])
+    second = Run(manager, [*A, 8])
+    record = first.publish().record
+    second.publish(make_record=False)
+    first.lease.release()
+    manager.evict_record(record)  # held by the path pin of `second` only
+    assert (second.pages, second.path) == ([2, 3], [])
+    assert manager.pools.base.free_list() == [4, 1, 0]
+    manager.check_invariants()
+
+
+def test_evict_all_forgets_everything_and_leaves_leases() -> None:
+    manager = manager_of(8)
+    held = Run(manager, [*A, *B])
+    held.publish()
+    cached(manager, C)
+    cached(manager, D)
+    assert manager.evict_all() == 4
+    assert (manager.index.size, manager.index.num_namespaces, manager.records.size) == (0, 0, 0)
+    assert (held.pages, held.path) == ([0, 1], [])
+    assert manager.metrics() == ContextCacheManagerMetrics(evicted_records=3, reclaimed_base_kv_pages=2)
+    manager.check_invariants()
+    held.lease.release()
+    assert manager.pools.base.free_count == 8
+    assert manager.plan(chain([*A, 1])).stop_reason is ReuseStopReason.EVICTED
+
+
+def test_eviction_takes_leaves_before_their_prefix() -> None:
+    manager = manager_of(4)
+    cached(manager, [*A, *B, *C])
+    assert manager.index.eviction_order() == [2, 1, 0]
+    hit = Run(manager, [*A, *D, 1, 2])
+    assert hit.pages == [0, 3, 2]
+    hit.lease.release()
+    assert manager.index.eviction_order() == [1, 0]
+    assert Run(manager, [*D, *D, *D]).pages == [2, 3, 1]
+    assert manager.index.eviction_order() == [0]
+    manager.check_invariants()
+
+
+# Decode path
+
+
+def test_append_grows_extends_and_publishes_committed_blocks() -> None:
+    manager = manager_of(8)
+    one, two = Run(manager, [*A, 1, 2, 3]), Run(manager, [*B])
+    one.publish(make_record=False)
+    two.publish(make_record=False)
+    leases, chains = [one.lease, two.lease], [one.chain, two.chain]
+    assert manager.append_tokens(leases, chains, np.array([7, 8], np.int32), True) == -1
+    assert (one.chain.token_ids().tolist(), two.chain.token_ids().tolist()) == ([*A, 1, 2, 3, 7], [*B, 8])
+    assert (one.pages, two.pages) == ([0, 1], [2, 3])
+    # Block 1 of `one` is full, but the newest token's state is not written yet.
+    assert (one.lease.published_block_count, two.lease.published_block_count) == (1, 1)
+    assert manager.append_tokens(leases, chains, np.array([5, 6], np.int32), True) == -1
+    assert (one.pages, two.pages) == ([0, 1, 4], [2, 3])
+    assert one.path == [0, 1]
+    assert manager.index.lookup_prefix(one.chain) == [0, 1]
+    assert manager.records.size == 0
+    manager.check_invariants()
+
+
+def test_append_publishes_at_once_without_lookahead_and_never_when_not_asked() -> None:
+    manager = manager_of(8)
+    now, never = Run(manager, [1, 2, 3]), Run(manager, [5, 6, 7])
+    manager.append_tokens([now.lease], [now.chain], np.array([4], np.int32), True, lookahead=0)
+    for _ in range(2):
+        manager.append_tokens([never.lease], [never.chain], np.array([4], np.int32), False)
+    assert (now.path, never.path) == ([0], [])
+
+
+def test_append_stops_at_the_first_refusal() -> None:
+    manager = manager_of(4)
+    sequences = [Run(manager, range(n)) for n in (3, 4, 8)]
+    leases, chains = [s.lease for s in sequences], [s.chain for s in sequences]
+    assert manager.append_tokens(leases, chains, np.array([9, 9, 9], np.int32), True) == 1
+    assert [c.num_tokens for c in chains] == [4, 4, 8]
+    assert [lease.num_base_pages for lease in leases] == [1, 1, 2]
+    manager.check_invariants()
+
+
+def test_append_checks_everything_first() -> None:
+    manager = manager_of(8)
+    sequences = [Run(manager, range(3)), Run(manager, range(5))]
+    leases, chains = [s.lease for s in sequences], [s.chain for s in sequences]
+    tokens = np.array([1, 2], np.int32)
+    before = snapshot(manager)
+    with pytest.raises(InvalidArgumentError, match="token -2 of sequence 1"):
+        manager.append_tokens(leases, chains, np.array([1, -2], np.int32), True)
+    with pytest.raises(InvalidArgumentError, match="2 leases need as many chains and tokens"):
+        manager.append_tokens(leases, chains[:1], tokens, True)
+    with pytest.raises(InvalidArgumentError, match="2 leases need as many chains and tokens"):
+        manager.append_tokens(leases, chains, tokens[:1], True)
+    with pytest.raises(InvalidArgumentError, match="look-ahead of 0 or more"):
+        manager.append_tokens(leases, chains, tokens, True, lookahead=-1)
+    with pytest.raises(InvalidArgumentError, match="page size 2, the cache 4"):
+        manager.append_tokens(leases, [chains[0], chain([1], 2)], tokens, True)
+    with pytest.raises(TypeError):
+        manager.append_tokens([leases[0], "lease"], chains, tokens, True)  # type: ignore[list-item]
+    assert [c.num_tokens for c in chains] == [3, 5]
+    assert snapshot(manager) == before
+
+
+# Looking again
+
+
+def test_rebind_shares_what_a_producer_published_meanwhile() -> None:
+    manager = manager_of(8)
+    prompt = [*A, *B, 1]
+    producer, follower = Run(manager, prompt), Run(manager, prompt)
+    assert follower.pages == [3, 4, 5]
+    assert manager.rebind(follower.lease, follower.chain) == 0
+    producer.publish(4, make_record=False)
+    assert manager.rebind(follower.lease, follower.chain) == 4
+    assert (follower.pages, follower.lease.shared_block_count) == ([0, 4, 5], 1)
+    producer.publish(9)
+    assert manager.rebind(follower.lease, follower.chain) == 8
+    assert (follower.pages, follower.path) == ([0, 1, 5], [0, 1])
+    assert manager.pools.base.free_list() == [6, 7, 3, 4]
+    manager.check_invariants()
+
+
+def test_rebind_leaves_at_least_one_token_to_compute() -> None:
+    manager = manager_of(8)
+    producer, follower = Run(manager, [*A, *B]), Run(manager, [*A, *B])
+    producer.publish()
+    assert manager.rebind(follower.lease, follower.chain) == 4
+    assert follower.pages == [0, 3]
+
+
+def test_rebind_keeps_what_the_sequence_published_itself() -> None:
+    manager = manager_of(8)
+    producer, follower = Run(manager, [*A, *B, 1]), Run(manager, [*A, *B, 1])
+    producer.publish(4, make_record=False)
+    follower.publish(4, make_record=False)
+    producer.publish(8, make_record=False)
+    assert manager.rebind(follower.lease, follower.chain) == 8
+    assert (follower.pages, follower.path) == ([3, 1, 5], [0, 1])
+    manager.check_invariants()
+
+
+# The rest
+
+
+def test_pools_index_and_records_of_a_manager_are_read_only() -> None:
+    manager = manager_of(4)
+    record = cached(manager, A)
+    before = snapshot(manager)
+    calls = [
+        lambda: manager.pools.base.allocate(1), lambda: manager.pools.base.add_cache_ref(0),
+        lambda: manager.pools.base.release_cache_ref(0),
+        lambda: manager.pools.allocate(ResourceDemand(base_kv_pages=1)),
+        lambda: manager.index.erase_page(0), lambda: manager.index.insert(chain(B), 0, 1),
+        lambda: manager.records.erase(record), lambda: manager.records.touch(record),
+    ]
+    for call in calls:
+        with pytest.raises(ContractViolation, match="belongs to a manager"):
+            call()
+    assert snapshot(manager) == before
+
+
+def test_vanilla_requests_ignore_a_speculative_contract() -> None:
+    contract = SpecReuseContract(owns_paged_spec_state=True, future_dependency_tokens=1)
+    manager = ContextCacheManager(P, ResourceDemand(4, 4), spec_reuse_contract=contract)
+    assert manager.spec_reuse_contract is contract
+    cached(manager, range(8))
+    assert manager.plan(chain(range(9))).reuse_token_length == 8
+    with pytest.raises(InvalidArgumentError, match="SpecReuseContract or None"):
+        ContextCacheManager(P, ResourceDemand(4), spec_reuse_contract=7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "capacity", "options"),
+    [(0, 4, {}), (-1, 4, {}), (4, -1, {}), (4, 4, {"max_records": -1}), (4, 4, {"hash_mask": -1})],
+)
+def test_bad_sizes_are_refused(page_size: int, capacity: int, options: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        ContextCacheManager(page_size, ResourceDemand(base_kv_pages=capacity), **options)
+
+
+def test_plan_kind_of_a_second_identical_prompt() -> None:
+    """Worked example 2: the recomputed page goes free with the lease, the endpoint is only touched."""
+    manager = manager_of(4)
+    cached(manager, range(8))
+    again = Run(manager, range(8))
+    assert again.result.plan.kind is ReusePlanKind.FULL_INPUT_REWIND
+    assert again.pages == [0, 2]
+    assert again.publish().status is PublishStatus.EXISTING_RECORD
+    assert again.path == [0, 1]
+    again.lease.release()
+    assert manager.pools.base.free_list() == [3, 2]
+    assert manager.index.eviction_order() == [1, 0]
