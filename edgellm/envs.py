@@ -21,7 +21,7 @@ VARIABLES: tuple[EnvVar, ...] = (
     EnvVar("EDGELLM_LOG_LEVEL", "WARNING", "level of the `edgellm` loggers: DEBUG, INFO, WARNING, ERROR"),
     EnvVar("EDGELLM_PLUGINS", "all installed", "comma-separated entry point names to load; empty loads none"),
     EnvVar("EDGELLM_PLUGINS_STRICT", "0", "1 raises when a plugin fails to load instead of skipping it"),
-    EnvVar("EDGELLM_CPU_ISA", "the best there is", "highest instruction set of the CPU kernels: 0 portable, 1 AVX2, 2 AVX-512"),
+    EnvVar("EDGELLM_CPU_ISA", "the best there is", "highest CPU kernel instruction set: 0 portable, 1 AVX2, 2 AVX-512"),
     EnvVar("EDGELLM_DEBUG", "0", "build time only: 1 builds the extensions with checks, line trace and assertions"),
 )
 

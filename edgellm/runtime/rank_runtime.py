@@ -30,8 +30,8 @@ from edgellm.session.types import (
 )
 
 if TYPE_CHECKING:
-    from edgellm.cache.quarantine import StreamSynchronizer
     from edgellm.cache.metrics import ContextCacheMetrics
+    from edgellm.cache.quarantine import StreamSynchronizer
     from edgellm.cache.types import BlockKeyExtras, DeploymentConfig
     from edgellm.decoding.base import DecodingStrategy
     from edgellm.plugins import Plugins

@@ -11,7 +11,7 @@ from edgellm.testing.toy import ToyExecutor
 from edgellm.testing.toy_tokenizer import ToyTokenizer
 
 if TYPE_CHECKING:
-    from edgellm.cache.coordinator import StreamSynchronizer
+    from edgellm.cache.quarantine import StreamSynchronizer
     from edgellm.plugins import Plugins
 
 TOY_VOCAB_SIZE = 512

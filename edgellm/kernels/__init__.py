@@ -1,0 +1,1 @@
+"""Operations on device memory: one name an operation, in compiled, device and reference form."""

@@ -1,0 +1,67 @@
+/* Attention of single query rows over paged K and V, and the moves between rows and pages.
+ *
+ * KV layout of one layer, in elements: [page, 2 (K, V), kv_head, place, dim], C-contiguous.
+ */
+#ifndef EDGE_PAGED_ATTENTION_H
+#define EDGE_PAGED_ATTENTION_H
+
+#include <stdint.h>
+
+/* Keys are taken this many at a time, whatever the batch, so a row's result does not depend on its neighbours. */
+#define EDGE_SEGMENT 256
+
+typedef struct {
+    int32_t num_kv_heads;
+    int32_t page_size;
+    int32_t head_dim;
+    int32_t is_bf16; /* element type of the pages: 1 bfloat16, 0 float32 */
+} edge_kv_shape;
+
+typedef struct {
+    edge_kv_shape kv;
+    const void *pages;          /* the layer's pages */
+    const void *query;          /* row r, head h at query_rows[r] * query_stride + h * head_dim */
+    void *out;                  /* row r, head h at query_rows[r] * out_stride + h * head_dim */
+    const int64_t *query_rows;  /* (num_rows) token row of each query */
+    const int32_t *page_rows;   /* page table */
+    const int64_t *table_start; /* (num_rows) index into page_rows of the row's first block */
+    const int32_t *lengths;     /* (num_rows) keys each row sees, at least 1 */
+    const int32_t *segment_start; /* (num_rows + 1) exclusive prefix sum of segments per row */
+    float *scratch;             /* segments * num_heads * (head_dim + 2) floats */
+    int64_t query_stride;       /* elements */
+    int64_t out_stride;         /* elements */
+    int32_t num_rows;
+    int32_t num_heads;
+    int32_t rows_bf16; /* element type of query and out */
+    float scale;
+} edge_attention_args;
+
+/* out = softmax(scale * q K^T) V for every row and head; reads pages in place. */
+void edge_paged_attention(const edge_attention_args *args, int num_threads);
+
+typedef struct {
+    edge_kv_shape kv;
+    void *pages;
+    const void *key;   /* token t, head h at t * row_stride + h * head_dim */
+    const void *value;
+    const int64_t *offsets; /* (num_tokens) page_id * page_size + place; negative skips the token */
+    int64_t row_stride;     /* elements */
+    int64_t num_tokens;
+    int32_t rows_bf16;
+} edge_write_args;
+
+/* Store K and V of tokens at their offsets. */
+void edge_write_kv(const edge_write_args *args, int num_threads);
+
+typedef struct {
+    edge_kv_shape kv;
+    const void *pages;
+    void *out; /* [2, kv_head, length, dim], element type of the pages */
+    const int32_t *page_ids;
+    int64_t length;
+} edge_gather_args;
+
+/* Copy the first `length` tokens of a sequence out of its pages. */
+void edge_gather_kv(const edge_gather_args *args, int num_threads);
+
+#endif

@@ -1,0 +1,1 @@
+"""References of the kernels, written for obviousness."""

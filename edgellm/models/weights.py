@@ -1,0 +1,230 @@
+"""Fused weights of a decoder-only model, filled tensor by tensor from a `WeightSource`.
+
+Q, K and V are one matrix, gate and up are one matrix.  The fused tensors are allocated first and each stored
+tensor is copied into its slice, so peak memory is the model plus one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from edgellm.errors import WeightFileError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from edgellm.models.config import ModelConfig
+
+    ProgressCallback = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A stored tensor: its shape, the name of its stored dtype and its size in the file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+class WeightSource(Protocol):
+    """A checkpoint opened for reading.  Names are those of the Hugging Face layout."""
+
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, CPU, any float dtype; the caller copies it out and drops it.
+
+        Raises:
+            WeightFileError: the file is damaged; the message names file and tensor.
+        """
+        ...
+
+    def sample(self, name: str, num_bytes: int) -> bytes:
+        """First, middle and last `num_bytes` of the stored tensor."""
+        ...
+
+
+def sample_file(path: Path, offset: int, length: int, num_bytes: int) -> bytes:
+    """First, middle and last `num_bytes` of the `length` bytes at `offset`; all of them where that is less."""
+    if length <= 3 * num_bytes:
+        places = [(offset, length)]
+    else:
+        middle = offset + (length - num_bytes) // 2
+        places = [(offset, num_bytes), (middle, num_bytes), (offset + length - num_bytes, num_bytes)]
+    parts = []
+    with path.open("rb") as file:
+        for start, count in places:
+            file.seek(start)
+            parts.append(file.read(count))
+    return b"".join(parts)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer; D hidden, Q = heads * head_dim, K = kv heads * head_dim, F intermediate.
+
+    Attributes:
+        attn_norm, mlp_norm: (D,).
+        qkv: (Q + 2K, D), rows q, k, v.  qkv_bias: (Q + 2K,) or None.
+        q_norm, k_norm: (head_dim,) or None.
+        o: (D, Q).  o_bias: (D,) or None.
+        gate_up: (2F, D), rows gate, up.  gate_up_bias: (2F,) or None.
+        down: (D, F).  down_bias: (D,) or None.
+    """
+
+    attn_norm: torch.Tensor
+    qkv: torch.Tensor
+    o: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class ModelWeights:
+    """All tensors of a model, one dtype.  `lm_head` is `embedding` itself where the embeddings are tied."""
+
+    embedding: torch.Tensor
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    lm_head: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def num_bytes(self) -> int:
+        """Bytes of memory, shared tensors counted once."""
+        unique = {tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}
+        return sum(unique.values())
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        yield from (self.embedding, self.final_norm, self.lm_head)
+        for layer in self.layers:
+            for name in LayerWeights.__slots__:
+                if (tensor := getattr(layer, name)) is not None:
+                    yield tensor
+
+
+
+def load_weights(
+    config: ModelConfig,
+    source: WeightSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: ProgressCallback | None = None,
+) -> ModelWeights:
+    """Allocate the fused weights and fill them.
+
+    Args:
+        on_progress: called as (bytes read so far, bytes in all, tensor name) after each tensor.
+    Raises:
+        WeightFileError: a tensor is missing or has another shape than the config says.
+    """
+    specs = source.specs()
+    weights, targets = _allocate(config, specs, dtype, device)
+    _check(targets, specs)
+    total = sum(specs[name].num_bytes for name in targets)
+    done = 0
+    for name, target in targets.items():
+        target.copy_(source.read(name).reshape(target.shape))
+        done += specs[name].num_bytes
+        if on_progress is not None:
+            on_progress(done, total, name)
+    return weights
+
+
+def _allocate(
+    config: ModelConfig, specs: Mapping[str, TensorSpec], dtype: torch.dtype, device: torch.device
+) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
+    """Empty fused weights, and for each stored name the slice it fills."""
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    targets: dict[str, torch.Tensor] = {}
+    embedding = targets["model.embed_tokens.weight"] = new(config.vocab_size, config.hidden_size)
+    layers = [_allocate_layer(config, new, f"model.layers.{idx}.", targets) for idx in range(config.num_layers)]
+    final_norm = targets["model.norm.weight"] = new(config.hidden_size)
+    lm_head = embedding
+    if not config.tied_embeddings:
+        lm_head = targets["lm_head.weight"] = new(config.vocab_size, config.hidden_size)
+    return ModelWeights(embedding, layers, final_norm, lm_head), targets
+
+
+def _allocate_layer(
+    config: ModelConfig, new: Callable[..., torch.Tensor], prefix: str, targets: dict[str, torch.Tensor]
+) -> LayerWeights:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv_rows = config.q_size + 2 * config.kv_size
+    layer = LayerWeights(
+        attn_norm=new(hidden),
+        qkv=new(qkv_rows, hidden),
+        o=new(hidden, config.q_size),
+        mlp_norm=new(hidden),
+        gate_up=new(2 * inner, hidden),
+        down=new(hidden, inner),
+        qkv_bias=new(qkv_rows) if config.qkv_bias else None,
+        o_bias=new(hidden) if config.o_bias else None,
+        gate_up_bias=new(2 * inner) if config.mlp_bias else None,
+        down_bias=new(hidden) if config.mlp_bias else None,
+        q_norm=new(config.head_dim) if config.qk_norm else None,
+        k_norm=new(config.head_dim) if config.qk_norm else None,
+    )
+    qkv_split = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+    gate_up_split = {"gate_proj": inner, "up_proj": inner}
+
+    def assign(name: str, target: torch.Tensor | None) -> None:
+        if target is not None:
+            targets[prefix + name] = target
+
+    def assign_split(part: str, split: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        start = 0
+        for name, rows in split.items():
+            assign(f"{part}.{name}.weight", weight[start : start + rows])
+            assign(f"{part}.{name}.bias", None if bias is None else bias[start : start + rows])
+            start += rows
+
+    assign("input_layernorm.weight", layer.attn_norm)
+    assign_split("self_attn", qkv_split, layer.qkv, layer.qkv_bias)
+    assign_split("self_attn", {"o_proj": hidden}, layer.o, layer.o_bias)
+    assign("self_attn.q_norm.weight", layer.q_norm)
+    assign("self_attn.k_norm.weight", layer.k_norm)
+    assign("post_attention_layernorm.weight", layer.mlp_norm)
+    assign_split("mlp", gate_up_split, layer.gate_up, layer.gate_up_bias)
+    assign_split("mlp", {"down_proj": hidden}, layer.down, layer.down_bias)
+    return layer
+
+
+def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    """Every target is stored with its shape, and nothing that would change the numbers is left unread."""
+    missing = [name for name in targets if name not in specs]
+    if missing:
+        raise WeightFileError(
+            f"the checkpoint lacks {len(missing)} of {len(targets)} tensors, the first is {missing[0]!r}; "
+            "download it again, or check that config.json belongs to it"
+        )
+    for name, target in targets.items():
+        if specs[name].shape != tuple(target.shape):
+            raise WeightFileError(
+                f"tensor {name!r} is stored as {list(specs[name].shape)} but the config says {list(target.shape)}; "
+                "check that config.json belongs to these weights"
+            )
+    unread = [name for name in specs if name not in targets and name.endswith(".bias")]
+    if unread:
+        raise WeightFileError(
+            f"the checkpoint stores {unread[0]!r} (and {len(unread) - 1} more biases), which the config does not "
+            "mention; set attention_bias or mlp_bias in config.json if the model was trained with it"
+        )

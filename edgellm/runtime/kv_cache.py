@@ -1,0 +1,262 @@
+"""`KVCache`: the one owner and accessor of the KV layout, and the budget that sizes it.
+
+Layout: one tensor `[layer, page, 2 (K, V), kv_head, place, dim]`, so a page of one layer is contiguous and the
+tokens of one head within it are too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from edgellm.errors import InvalidArgumentError
+from edgellm.memory import format_bytes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from edgellm.models.config import ModelConfig
+
+KV_DTYPES = (torch.float32, torch.bfloat16)
+DEFAULT_MEMORY_FRACTION = 0.5
+_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_SIZE_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVBudget:
+    """How many pages a budget buys.
+
+    Attributes:
+        total_bytes: memory of all pages.
+        free_bytes: memory that was free when the budget was made.
+    """
+
+    num_pages: int
+    page_size: int
+    bytes_per_page: int
+    free_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_pages * self.bytes_per_page
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    def __str__(self) -> str:
+        return (
+            f"KV cache {format_bytes(self.total_bytes)} of {format_bytes(self.free_bytes)} free: "
+            f"{self.num_tokens:,} tokens in {self.num_pages:,} pages of {self.page_size} "
+            f"({format_bytes(self.bytes_per_page)} a page)"
+        )
+
+
+class KVCache:
+    """Paged keys and values of all layers.
+
+    Not thread-safe: one session drives it.  Pages are not cleared; whoever reads must know what was written.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("num_kv_heads", num_kv_heads),
+                            ("page_size", page_size), ("head_dim", head_dim)):
+            if value < 1:
+                raise InvalidArgumentError(f"{name} is {value}; it must be at least 1")
+        if dtype not in KV_DTYPES:
+            raise InvalidArgumentError(f"KV dtype is {dtype}; supported: {', '.join(map(str, KV_DTYPES))}")
+        self.num_layers = num_layers
+        self.num_pages = num_pages
+        self.num_kv_heads = num_kv_heads
+        self.page_size = page_size
+        self.head_dim = head_dim
+        shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
+        self._storage = torch.empty(shape, dtype=dtype, device=device)
+        self._layers = list(self._storage.unbind(0))
+
+    @classmethod
+    def for_model(
+        cls,
+        config: ModelConfig,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> KVCache:
+        """A cache of the model's shape."""
+        return cls(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            num_kv_heads=config.num_kv_heads,
+            page_size=page_size,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._storage.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_page(self) -> int:
+        return self.bytes_per_token * self.page_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bytes_per_page * self.num_pages
+
+    def pages(self, layer: int) -> torch.Tensor:
+        """(num_pages, 2, kv_heads, page_size, head_dim) of one layer, for kernels that read pages in place."""
+        return self._layers[layer]
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, kv_offsets: npt.NDArray[np.int64]) -> None:
+        """Store K and V of T tokens.
+
+        Args:
+            k, v: (T, kv_heads, head_dim), float32 or bfloat16, rows contiguous; rounded to the cache's dtype.
+            kv_offsets: (T,) int64, page_id * page_size + place; negative skips the token.
+        Raises:
+            InvalidArgumentError: shapes disagree or an offset is beyond the last page.  Nothing was written.
+        """
+        if self._storage.device.type == "cpu":
+            from edgellm.kernels.cpu.paged_attention import write_kv
+
+            write_kv(self._layers[layer], k, v, kv_offsets)
+            return
+        self._write_by_index(layer, k, v, kv_offsets)
+
+    def gather(self, layer: int, page_ids: npt.NDArray[np.int32], length: int) -> torch.Tensor:
+        """Copy the first `length` tokens of a sequence out of its pages.
+
+        Args:
+            page_ids: the sequence's pages in order; more than needed is allowed.
+        Returns:
+            (2, kv_heads, length, head_dim): keys, values; a new tensor of the cache's dtype.
+        Raises:
+            InvalidArgumentError: the pages do not cover `length`.
+        """
+        if self._storage.device.type == "cpu":
+            from edgellm.kernels.cpu.paged_attention import gather_kv
+
+            return gather_kv(self._layers[layer], page_ids, length)
+        used = self._index(page_ids[: -(-length // self.page_size)])
+        return self._layers[layer][used].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].contiguous()
+
+    def copy_pages(self, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]) -> None:
+        """Copy whole pages, all layers; all sources are read before any target is written.
+
+        Raises:
+            InvalidArgumentError: lengths differ, an id is out of range or a target is named twice.
+        """
+        for name, ids in (("source", source_pages), ("target", target_pages)):
+            if len(ids) and (ids.min() < 0 or ids.max() >= self.num_pages):
+                raise InvalidArgumentError(f"{name} pages {ids.tolist()} are not all in [0, {self.num_pages})")
+        if len(source_pages) != len(target_pages) or len(set(target_pages.tolist())) != len(target_pages):
+            raise InvalidArgumentError(
+                f"{len(source_pages)} source pages, {len(target_pages)} target pages {target_pages.tolist()}; "
+                "as many targets as sources, each once, are needed"
+            )
+        self._storage[:, self._index(target_pages)] = self._storage[:, self._index(source_pages)]
+
+    def fill_poison(self, page_ids: npt.NDArray[np.int32] | None = None) -> None:
+        """Fill pages (all of them by default) with NaN, so that reading one that was not written shows."""
+        if page_ids is None:
+            self._storage.fill_(float("nan"))
+        else:
+            self._storage[:, self._index(page_ids)] = float("nan")
+
+    def _index(self, page_ids: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(page_ids.astype(np.int64)).to(self._storage.device)
+
+    def _write_by_index(self, layer: int, k: torch.Tensor, v: torch.Tensor, kv_offsets: npt.NDArray[np.int64]) -> None:
+        kept = torch.from_numpy(np.flatnonzero(kv_offsets >= 0)).to(self._storage.device)
+        offsets = torch.from_numpy(kv_offsets).to(self._storage.device)[kept]
+        rows = torch.stack((k[kept], v[kept]), dim=1).to(self.dtype)
+        self._layers[layer][offsets // self.page_size, :, :, offsets % self.page_size] = rows
+
+
+def parse_kv_budget(
+    budget: int | float | str | None,
+    *,
+    bytes_per_page: int,
+    page_size: int,
+    free_bytes: int,
+    default_tokens: int,
+) -> KVBudget:
+    """How many pages a budget buys.
+
+    Args:
+        budget: tokens (int), bytes ("4GiB", "512MB"), a fraction of free memory (float in (0, 1]), or None:
+            `default_tokens`, but at most half of free memory.
+        free_bytes: memory that a new allocation could use.
+    Raises:
+        InvalidArgumentError: not one of these forms, less than one page, or more than is free.
+    """
+    num_pages = _pages_of(budget, bytes_per_page, page_size, free_bytes, default_tokens)
+    result = KVBudget(
+        num_pages=num_pages, page_size=page_size, bytes_per_page=bytes_per_page, free_bytes=free_bytes
+    )
+    if num_pages < 1:
+        raise InvalidArgumentError(
+            f"kv_budget {budget!r} holds no page: one page of {page_size} tokens takes {format_bytes(bytes_per_page)}, "
+            f"{format_bytes(free_bytes)} are free; raise kv_budget or lower page_size"
+        )
+    if result.total_bytes > free_bytes:
+        raise InvalidArgumentError(
+            f"kv_budget {budget!r} needs {format_bytes(result.total_bytes)}, {format_bytes(free_bytes)} are free; "
+            f"at most {free_bytes // bytes_per_page * page_size} tokens fit"
+        )
+    return result
+
+
+def _pages_of(
+    budget: int | float | str | None, bytes_per_page: int, page_size: int, free_bytes: int, default_tokens: int
+) -> int:
+    if budget is None:
+        most = int(free_bytes * DEFAULT_MEMORY_FRACTION) // bytes_per_page
+        return min(-(-default_tokens // page_size), most)
+    if isinstance(budget, bool):
+        raise InvalidArgumentError(f"kv_budget is {budget!r}; give tokens, a size or a fraction")
+    if isinstance(budget, int):
+        if budget < 1:
+            raise InvalidArgumentError(f"kv_budget is {budget} tokens; at least 1 is needed")
+        return -(-budget // page_size)
+    if isinstance(budget, float):
+        if not 0.0 < budget <= 1.0:
+            raise InvalidArgumentError(f"kv_budget is the fraction {budget}; it must be in (0, 1]; tokens are an int")
+        return int(free_bytes * budget) // bytes_per_page
+    return parse_size(budget) // bytes_per_page
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4GiB", "512MB", "1.5 GiB" or "1024"; MB is 10^6, MiB is 2^20.
+
+    Raises:
+        InvalidArgumentError: not a size.
+    """
+    match = _SIZE_PATTERN.fullmatch(text) if isinstance(text, str) else None
+    if match is None or (match[3] and not match[2]):
+        raise InvalidArgumentError(f"kv_budget is {text!r}; a size looks like '4GiB' or '512MB'")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** _SIZE_PREFIXES[match[2].upper()])

@@ -1,0 +1,157 @@
+"""`KVCache`: what is written is gathered, pages are copied whole, and budgets buy the right number of pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edgellm.errors import InvalidArgumentError
+from edgellm.runtime.kv_cache import KVBudget, KVCache, parse_kv_budget, parse_size
+
+GIB = 1 << 30
+
+
+def make_cache(dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache(num_layers=2, num_pages=5, num_kv_heads=3, page_size=4, head_dim=6, dtype=dtype)
+
+
+def test_sizes() -> None:
+    cache = make_cache()
+    assert cache.bytes_per_token == 2 * 2 * 3 * 6 * 4
+    assert cache.bytes_per_page == 4 * cache.bytes_per_token
+    assert cache.num_bytes == 5 * cache.bytes_per_page
+    assert make_cache(torch.bfloat16).bytes_per_token == 2 * 2 * 3 * 6 * 2
+    assert cache.pages(1).shape == (5, 2, 3, 4, 6)
+
+
+def test_written_tokens_are_gathered_in_order_and_nothing_else_is_touched() -> None:
+    cache = make_cache()
+    cache.fill_poison()
+    k, v = torch.randn(6, 3, 6), torch.randn(6, 3, 6)
+    pages = np.array([3, 1], np.int32)
+    offsets = np.array([12, 13, 14, 15, 4, 5], np.int64)
+    cache.write(1, k, v, offsets)
+    gathered = cache.gather(1, pages, 6)
+    assert gathered.shape == (2, 3, 6, 6)
+    assert torch.equal(gathered[0], k.transpose(0, 1))
+    assert torch.equal(gathered[1], v.transpose(0, 1))
+    assert int(cache.pages(1).isnan().sum()) == (5 * 4 - 6) * 2 * 3 * 6
+    assert bool(cache.pages(0).isnan().all())
+
+
+def test_indexed_write_equals_the_kernel() -> None:
+    """The road of devices without the CPU kernel stores the same."""
+    ours, theirs = make_cache(), make_cache()
+    ours.fill_poison()
+    theirs.fill_poison()
+    k, v = torch.randn(3, 3, 6), torch.randn(3, 3, 6)
+    offsets = np.array([19, -1, 0], np.int64)
+    ours.write(0, k, v, offsets)
+    theirs._write_by_index(0, k, v, offsets)
+    assert torch.equal(ours.pages(0).nan_to_num(9.0), theirs.pages(0).nan_to_num(9.0))
+
+
+def test_copy_pages_reads_all_sources_first() -> None:
+    cache = make_cache()
+    for layer in range(2):
+        for page in range(5):
+            cache.pages(layer)[page] = 10 * layer + page
+    cache.copy_pages(np.array([0, 1, 2], np.int32), np.array([1, 0, 4], np.int32))
+    for layer in range(2):
+        assert [cache.pages(layer)[page].unique().tolist() for page in range(5)] == [
+            [10.0 * layer + value] for value in (1, 0, 2, 3, 2)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "message"),
+    [
+        ([0], [5], r"target pages \[5\] are not all in \[0, 5\)"),
+        ([-1], [0], r"source pages \[-1\]"),
+        ([0, 1], [2], "2 source pages, 1 target pages"),
+        ([0, 1], [2, 2], "each once"),
+    ],
+)
+def test_copy_pages_refuses(sources: list[int], targets: list[int], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_cache().copy_pages(np.array(sources, np.int32), np.array(targets, np.int32))
+
+
+def test_gather_refuses_pages_that_do_not_cover_the_length() -> None:
+    with pytest.raises(InvalidArgumentError, match="9 tokens are not covered by pages"):
+        make_cache().gather(0, np.array([0, 1], np.int32), 9)
+    with pytest.raises(InvalidArgumentError, match="not covered"):
+        make_cache().gather(0, np.array([0, -1], np.int32), 5)
+
+
+def test_poison_of_some_pages_leaves_the_others() -> None:
+    cache = make_cache()
+    cache.pages(0).zero_()
+    cache.pages(1).zero_()
+    cache.fill_poison(np.array([1, 3], np.int32))
+    for layer in range(2):
+        assert [bool(cache.pages(layer)[page].isnan().all()) for page in range(5)] == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"num_pages": 0}, "num_pages is 0"), ({"dtype": torch.float16}, "KV dtype is torch.float16; supported")],
+)
+def test_bad_sizes_are_refused(changes: dict[str, object], message: str) -> None:
+    sizes = {"num_layers": 1, "num_pages": 1, "num_kv_heads": 1, "page_size": 1, "head_dim": 2}
+    with pytest.raises(InvalidArgumentError, match=message):
+        KVCache(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def budget_pages(budget: int | float | str | None) -> int:
+    """1 MiB pages of 32 tokens, 4 GiB free, 1,000 tokens by default."""
+    return parse_kv_budget(
+        budget, bytes_per_page=1 << 20, page_size=32, free_bytes=4 * GIB, default_tokens=1000
+    ).num_pages
+
+
+@pytest.mark.parametrize(
+    ("budget", "pages"),
+    [(None, 32), (1, 1), (32, 1), (33, 2), (4096, 128), ("1GiB", 1024), ("512MB", 488), ("1.5 gib", 1536),
+     ("2097152", 2), (0.25, 1024), (1.0, 4096)],
+)
+def test_budgets(budget: int | float | str | None, pages: int) -> None:
+    assert budget_pages(budget) == pages
+
+
+def test_default_takes_at_most_half_of_free_memory() -> None:
+    result = parse_kv_budget(None, bytes_per_page=1 << 20, page_size=32, free_bytes=GIB, default_tokens=10**9)
+    assert result.num_pages == 512
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (0, "kv_budget is 0 tokens; at least 1"),
+        (-5, "kv_budget is -5 tokens"),
+        (True, "give tokens, a size or a fraction"),
+        (0.0, r"fraction 0.0; it must be in \(0, 1\]"),
+        (1.5, r"fraction 1.5"),
+        (float("nan"), "fraction nan"),
+        ("lots", "kv_budget is 'lots'; a size looks like '4GiB'"),
+        ("1KiB", "holds no page: one page of 32 tokens takes 1.0 MiB, 4.0 GiB are free"),
+        ("5GiB", "needs 5.0 GiB, 4.0 GiB are free; at most 131072 tokens fit"),
+        (200_000, "at most 131072 tokens fit"),
+    ],
+)
+def test_bad_budgets_are_refused(budget: int | float | str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        budget_pages(budget)
+
+
+def test_budget_prints() -> None:
+    budget = KVBudget(num_pages=256, page_size=32, bytes_per_page=1474560, free_bytes=20 * GIB)
+    assert (budget.total_bytes, budget.num_tokens) == (377487360, 8192)
+    assert str(budget) == "KV cache 360.0 MiB of 20.0 GiB free: 8,192 tokens in 256 pages of 32 (1.4 MiB a page)"
+
+
+def test_sizes_with_units() -> None:
+    assert [parse_size(text) for text in ("1k", "1KiB", "2MB", "3 T", "10B")] == [1000, 1024, 2000000, 3 * 10**12, 10]
+    with pytest.raises(InvalidArgumentError):
+        parse_size("10iB")
