@@ -1,0 +1,55 @@
+"""edgellm: an LLM runtime for one edge box, with exact context reuse.
+
+The public names, loaded on first use: importing `edgellm` or `edgellm._core` imports neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgellm.cache.types import ReuseReport, ReuseStopReason
+    from edgellm.errors import EdgeLLMError
+    from edgellm.llm import LLM
+    from edgellm.outputs import RequestOutput, RequestTimings, TokenStream
+    from edgellm.sampling.params import SamplingParams
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "EdgeLLMError": "edgellm.errors",
+    "LLM": "edgellm.llm",
+    "RequestOutput": "edgellm.outputs",
+    "RequestTimings": "edgellm.outputs",
+    "ReuseReport": "edgellm.cache.types",
+    "ReuseStopReason": "edgellm.cache.types",
+    "SamplingParams": "edgellm.sampling.params",
+    "TokenStream": "edgellm.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "EdgeLLMError",
+    "RequestOutput",
+    "RequestTimings",
+    "ReuseReport",
+    "ReuseStopReason",
+    "SamplingParams",
+    "TokenStream",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'edgellm' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

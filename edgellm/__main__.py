@@ -1,0 +1,6 @@
+"""`python -m edgellm`: the command line."""
+
+from edgellm.cli import main
+
+if __name__ == "__main__":
+    main()

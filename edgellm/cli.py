@@ -1,0 +1,346 @@
+"""The command line: `edgellm generate | chat | demo | doctor | plugins`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from edgellm import __version__
+from edgellm.errors import EdgeLLMError, InvalidArgumentError
+from edgellm.fetch import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from edgellm.llm import LLM
+    from edgellm.outputs import RequestOutput
+    from edgellm.sampling.params import SamplingParams
+
+app = typer.Typer(
+    name="edgellm",
+    help="An LLM runtime for one edge box, with exact context reuse.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# Answers go to stdout, everything about them to stderr, so that output can be piped.
+out = Console(soft_wrap=True, highlight=False, markup=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+ModelOption = Annotated[str, typer.Option("--model", "-m", help="Hugging Face folder, .gguf file or a known name.")]
+DeviceOption = Annotated[str, typer.Option(help="auto or cpu.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+KvBudgetOption = Annotated[
+    str | None, typer.Option(help="KV pool: tokens (4096), bytes (2GiB) or a fraction of free memory (0.25).")
+]
+PageSizeOption = Annotated[int, typer.Option(help="Tokens a page.")]
+MaxLenOption = Annotated[int | None, typer.Option(help="Most tokens of one sequence; default: the model's context.")]
+MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
+TemperatureOption = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
+TopPOption = Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability.")]
+TopKOption = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
+SeedOption = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="Stop where this text appears; may be repeated.")]
+NoCacheOption = Annotated[bool, typer.Option("--no-cache", help="Compute every prompt in full.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The options that decide which LLM is made."""
+
+    model: str
+    device: str
+    dtype: str
+    kv_budget: str | None
+    page_size: int
+    max_model_len: int | None
+
+
+def main() -> None:
+    """Run the command line; an error of edgellm becomes one red line and exit code 1."""
+    try:
+        app()
+    except EdgeLLMError as error:
+        err.print(Text.assemble(("error: ", "bold red"), str(error)))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        out.print(f"edgellm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """An LLM runtime for one edge box, with exact context reuse."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    model: ModelOption = DEFAULT_MODEL,
+    chat_template: Annotated[
+        bool, typer.Option("--chat/--raw", help="Send the prompt as a user message, or as it is.")
+    ] = True,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    kv_budget: KvBudgetOption = None,
+    page_size: PageSizeOption = 32,
+    max_model_len: MaxLenOption = None,
+    max_tokens: MaxTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+) -> None:
+    """Answer one prompt."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
+    choice = ModelChoice(model, device, dtype, kv_budget, page_size, max_model_len)
+    request: Any = [{"role": "user", "content": text}] if chat_template else text
+    with open_llm(choice) as llm:
+        with llm.stream(request, params) as stream:
+            for piece in stream:
+                if not as_json:
+                    out.print(piece, end="")
+            output = stream.output
+        if as_json:
+            out.print(json.dumps(_as_plain(output), ensure_ascii=False))
+            return
+        out.print()
+        err.print(Text(describe_turn(output), style="dim"))
+
+
+@app.command()
+def chat(
+    model: ModelOption = DEFAULT_MODEL,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    kv_budget: KvBudgetOption = None,
+    page_size: PageSizeOption = 32,
+    max_model_len: MaxLenOption = None,
+    max_tokens: MaxTokensOption = 512,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = None,
+    no_cache: NoCacheOption = False,
+) -> None:
+    """Chat; each turn shows how much of the conversation was reused.  /reset starts anew, /quit ends."""
+    params = _sampling(max_tokens, temperature, top_p, top_k, seed, None)
+    choice = ModelChoice(model, device, dtype, kv_budget, page_size, max_model_len)
+    with open_llm(choice) as llm:
+        out.print("Type a message.  /reset starts a new conversation, /quit ends.  Ctrl-C stops an answer.")
+        chat_loop(llm, params, system=system, use_cache=not no_cache)
+
+
+@app.command()
+def demo(
+    max_tokens: Annotated[int, typer.Option(help="Most tokens an answer.")] = 40,
+    model: ModelOption = DEFAULT_MODEL,
+) -> None:
+    """A four-turn chat over a 2,000-token document, without and with context reuse."""
+    from edgellm.demo import run_demo
+
+    choice = ModelChoice(model, "auto", "auto", "8192", 32, None)
+    with open_llm(choice) as llm:
+        same = run_demo(llm, out, max_tokens=max_tokens)
+    if not same:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    fetch: Annotated[bool, typer.Option("--fetch", help="Fetch the default model when it is absent.")] = False,
+) -> None:
+    """Show versions, devices, memory, plugins, and test the default model against known tokens."""
+    from edgellm.doctor import Status, run_checks
+
+    table = Table(title=f"edgellm {__version__}", title_justify="left", box=box.SIMPLE_HEAVY)
+    for heading in ("check", "status", "detail"):
+        table.add_column(heading, overflow="fold")
+    styles = {Status.OK: "green", Status.NOTE: "yellow", Status.FAILED: "bold red"}
+    failed = False
+    with _fetch_progress() as on_fetch:
+        checks = list(run_checks(on_fetch=on_fetch if fetch else None))
+    for check in checks:
+        table.add_row(check.name, Text(check.status.value, styles[check.status]), Text(check.detail))
+        failed |= check.status is Status.FAILED
+    out.print(table)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plugins() -> None:
+    """List plugins: name, version, API range, hooks, status."""
+    from edgellm.plugins import PluginStatus, load_plugins
+
+    reports = load_plugins(strict=False).reports
+    styles = {PluginStatus.FAILED: "bold red", PluginStatus.SKIPPED: "yellow"}
+    table = Table(box=box.SIMPLE_HEAVY, padding=(0, 1, 0, 0))
+    for heading in ("name", "distribution", "version", "API", "hooks", "status"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "version", "API"))
+    for report in reports:
+        api = "-".join(f"{major}.{minor}" for major, minor in report.api_range or ()) or "unknown"
+        status = f"{report.status.value}: {report.reason}" if report.reason else report.status.value
+        style = styles.get(report.status, "green")
+        hooks = "\n".join(report.hooks) or "none"
+        table.add_row(report.name, report.distribution, report.version, api, hooks, Text(status, style))
+    out.print(table)
+    if any(report.status is PluginStatus.FAILED for report in reports):
+        raise typer.Exit(1)
+
+
+# ---- pieces -------------------------------------------------------------------------------------------
+
+
+def _sampling(
+    max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None, stop: list[str] | None
+) -> SamplingParams:
+    from edgellm.sampling.params import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or ()
+    )
+
+
+def parse_kv_budget(text: str | None) -> int | float | str | None:
+    """`--kv-budget` as `LLM` takes it: "4096" is tokens, "0.25" a fraction, anything else bytes with a unit.
+
+    Raises:
+        InvalidArgumentError: empty text.
+    """
+    if text is None:
+        return None
+    if not text.strip():
+        raise InvalidArgumentError("--kv-budget is empty; pass tokens (4096), bytes (2GiB) or a fraction (0.25)")
+    for kind in (int, float):
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            continue
+    return text
+
+
+@contextmanager
+def open_llm(choice: ModelChoice) -> Iterator[LLM]:
+    """Fetch and load with progress bars, show the memory budget, and close at the end."""
+    with err.status("importing torch"):
+        from edgellm.llm import LLM
+    with _fetch_progress() as on_fetch, _load_progress() as on_load:
+        llm = LLM(
+            choice.model,
+            device=choice.device,
+            dtype=choice.dtype,
+            kv_budget=parse_kv_budget(choice.kv_budget),
+            page_size=choice.page_size,
+            max_model_len=choice.max_model_len,
+            on_fetch=on_fetch,
+            on_load=on_load,
+        )
+    with llm:
+        err.print(Text(llm.memory_budget.describe(), style="dim"))
+        yield llm
+
+
+@contextmanager
+def _fetch_progress() -> Iterator[Any]:
+    columns = (TextColumn("fetching"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("fetch", visible=False)
+
+        def on_fetch(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total or None, visible=True)
+
+        yield on_fetch
+
+
+@contextmanager
+def _load_progress() -> Iterator[Any]:
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TextColumn("{task.description}"))
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("", visible=False)
+
+        def on_load(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total or None, description=name, visible=True)
+
+        yield on_load
+
+
+def describe_turn(output: RequestOutput) -> str:
+    """One line about a finished answer: reuse, time to first token, rate."""
+    reuse, timings = output.reuse, output.timings
+    return (
+        f"[reused {reuse.reused_tokens} of {reuse.prompt_tokens} prompt tokens ({reuse.stop_reason.value}), "
+        f"first token {timings.time_to_first_token_ms / 1000:.2f} s, {len(output.token_ids)} tokens, "
+        f"{timings.tokens_per_second:.1f} tokens/s, {output.finish_reason}]"
+    )
+
+
+def chat_loop(llm: LLM, params: SamplingParams, *, system: str | None, use_cache: bool) -> None:
+    """Read messages until /quit or the end of input; an answer that fails leaves the conversation as it was."""
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    while True:
+        try:
+            text = err.input(Text("> ", style="bold cyan")).strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if text == "/quit":
+            return
+        if text == "/reset":
+            messages = list(start)
+            err.print(Text("new conversation", style="dim"))
+        elif text.startswith("/"):
+            err.print(Text(f"{text} is not a command; there are /reset and /quit", style="yellow"))
+        elif text:
+            user = {"role": "user", "content": text}
+            try:
+                answer = _answer(llm, [*messages, user], params, use_cache)
+            except EdgeLLMError as error:
+                err.print(Text.assemble(("error: ", "bold red"), f"{error}  (/reset starts a new conversation)"))
+                continue
+            if answer is not None:
+                messages += [user, {"role": "assistant", "content": answer}]
+
+
+def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, use_cache: bool) -> str | None:
+    """Stream one answer; None when Ctrl-C stopped it."""
+    with llm.stream(messages, params, use_cache=use_cache) as stream:
+        try:
+            for piece in stream:
+                out.print(piece, end="")
+        except KeyboardInterrupt:
+            out.print()
+            err.print(Text("[stopped; this turn is forgotten]", style="yellow"))
+            return None
+        output = stream.output
+    out.print()
+    err.print(Text(describe_turn(output), style="dim"))
+    return output.text
+
+
+def _as_plain(output: RequestOutput) -> dict[str, Any]:
+    plain = asdict(output)
+    plain["reuse"]["stop_reason"] = output.reuse.stop_reason.value
+    return plain

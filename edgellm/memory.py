@@ -1,0 +1,54 @@
+"""`MemoryBudget`: what the KV pool costs and how much fits in it, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The KV pool of one deployment.
+
+    Attributes:
+        bytes_per_page: K and V of one page, all layers.
+        page_size: tokens a page.
+        max_model_len: tokens one sequence may reach.
+    """
+
+    bytes_per_page: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+
+    @property
+    def tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_pages * self.bytes_per_page
+
+    @property
+    def full_length_sequences(self) -> float:
+        """How many sequences of `max_model_len` tokens fit at once."""
+        return self.tokens / self.max_model_len
+
+    def describe(self) -> str:
+        """One line: bytes, pages, tokens, full-length sequences."""
+        return (
+            f"KV cache {format_bytes(self.total_bytes)}: {self.num_pages:,} pages of {self.page_size} tokens "
+            f"({format_bytes(self.bytes_per_page)} each) = {self.tokens:,} tokens, room for "
+            f"{self.full_length_sequences:.1f} sequences of {self.max_model_len:,} tokens"
+        )
+
+
+def format_bytes(count: int) -> str:
+    """`count` with a binary unit and at most one decimal place."""
+    value = float(count)
+    for unit in _UNITS[:-1]:
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {_UNITS[-1]}"

