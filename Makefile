@@ -1,0 +1,91 @@
+# One word each.  Everything runs in $(VENV), which is made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+# -qq: errors only; a machine with several package indexes warns about each one that lacks a package.
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
+SOURCES := setup.py pyproject.toml constraints.txt $(shell find edgellm -name '*.pyx' -o -name '*.pxd' -o -name '*.c' -o -name '*.h')
+# Tools call each other by name (cython-lint runs pycodestyle).
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+# Tiny models run faster with one thread; the default model's tests and the benches set their own.
+TEST_ENV := OMP_NUM_THREADS=1
+
+.PHONY: help demo test dev build debug matrix lint unit kernels parity bench benchsmoke wheelcheck clean
+
+help:
+	@echo "make demo        install, fetch the default model, chat over a document cold and warm"
+	@echo "make test        lint, all tests, debug build, other Pythons, bench smoke, wheel"
+	@echo "make dev         environment with the development tools, extensions built in place"
+	@echo "make lint        ruff, mypy, cython-lint"
+	@echo "make unit        the test suite alone"
+	@echo "make debug       core tests on a build with checks and assertions"
+	@echo "make matrix      core tests on every Python 3.10 to 3.13 that is installed"
+	@echo "make parity      many prompts against transformers' reference tokens"
+	@echo "make kernels     compile check of every kernel source"
+	@echo "make bench       benchmarks, each against a peer in the same run"
+	@echo "make wheelcheck  build the wheel and test it in a clean environment"
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# The run-time environment: what a user gets, from this source tree.
+$(VENV)/.run: $(SOURCES) | $(PY)
+	@echo "installing edgellm into $(VENV) (about two minutes the first time)"
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(SOURCES) | $(PY)
+	@echo "installing edgellm and its development tools into $(VENV) (about three minutes the first time)"
+	$(PIP_INSTALL) -e ".[dev]"
+	@touch $@ $(VENV)/.run
+
+demo: $(VENV)/.run
+	$(VENV)/bin/edgellm demo
+
+dev: $(VENV)/.dev
+
+build: $(VENV)/.dev
+	$(PY) setup.py --quiet build_ext --inplace
+
+test: $(VENV)/.dev
+	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory kernels
+	$(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory benchsmoke
+	$(MAKE) --no-print-directory debug
+	$(MAKE) --no-print-directory matrix
+	$(MAKE) --no-print-directory wheelcheck
+	@echo "make test: every step passed"
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(VENV)/bin/cython-lint edgellm
+
+unit: $(VENV)/.dev
+	$(TEST_ENV) $(PY) -m pytest -q -m "not slow"
+
+debug: $(VENV)/.dev
+	$(PY) tools/core_check.py --debug
+
+matrix: $(VENV)/.dev
+	$(PY) tools/core_check.py --matrix
+
+kernels: $(VENV)/.dev
+	$(PY) tools/kernel_check.py
+
+parity: $(VENV)/.dev
+	$(PY) -m pytest -q -m "slow or not slow" tests/parity
+
+bench: $(VENV)/.dev
+	$(PY) -m pytest -q -o python_files='bench_*.py' bench
+
+benchsmoke: $(VENV)/.dev
+	$(PY) -m pytest -q -o python_files='bench_*.py' --benchmark-disable bench
+
+wheelcheck: $(VENV)/.dev
+	$(PY) tests/wheel/wheel_check.py
+
+clean:
+	rm -rf build dist *.egg-info .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find edgellm -name '*.so' -delete -o -name '*.cpp' -delete -o -name '_ops.c' -delete

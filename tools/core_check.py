@@ -1,0 +1,120 @@
+"""Build the Cython core in a copy of this tree and run its tests there, without torch.
+
+    python tools/core_check.py --debug     this Python; EDGELLM_DEBUG=1 (checks, line trace, assertions)
+    python tools/core_check.py --matrix    every other Python 3.10 to 3.13 found on this machine
+
+A copy, because a debug build must not overwrite the normal one and Cython rebuilds by file time alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build" / "core"
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+REQUIREMENTS = ("numpy", "cython", "setuptools", "pluggy", "pytest", "pytest-timeout", "hypothesis")
+CORE_IMPORT = re.compile(r"^\s*(?:from|import)\s+edgellm\b([\w.]*)", re.MULTILINE)
+CORE_MODULES = ("._core", ".errors", ".cache.types")
+NEEDS_TORCH = re.compile(r"^\s*(?:from|import)\s+(?:torch|transformers)\b", re.MULTILINE)
+
+
+def core_tests(root: Path) -> list[str]:
+    """Test files that touch the core and nothing above it: these must pass without torch."""
+    found = []
+    for folder in ("unit", "property", "cython"):
+        for path in sorted((root / "tests" / folder).glob("test_*.py")):
+            text = path.read_text(encoding="utf-8")
+            imports = CORE_IMPORT.findall(text)
+            is_core = any(name.startswith("._core") for name in imports)
+            if is_core and all(name.startswith(CORE_MODULES) for name in imports) and not NEEDS_TORCH.search(text):
+                found.append(str(path.relative_to(root)))
+    return found
+
+
+def copy_tree(target: Path) -> None:
+    """A clean copy of the sources: no build products, no environments."""
+    if target.exists():
+        shutil.rmtree(target)
+    ignore = shutil.ignore_patterns(
+        "*.so", "*.cpp", "_ops.c", "__pycache__", ".*", "build", "dist", "*.egg-info", "results", "docs", "plugins"
+    )
+    shutil.copytree(ROOT, target, ignore=ignore)
+
+
+def run(command: list[str], cwd: Path, **environment: str) -> None:
+    subprocess.run(command, cwd=cwd, check=True, env={**os.environ, **environment})
+
+
+def environment_for(python: str, name: str) -> str:
+    """The interpreter of a virtual environment of `python` that holds what the core's tests need."""
+    folder = ROOT / "build" / f"core-venv-{name}"
+    interpreter = str(folder / "bin" / "python")
+    if not (folder / ".ready").exists():
+        run([python, "-m", "venv", "--clear", str(folder)], ROOT)
+        pip = [interpreter, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        run([*pip, "-c", "constraints.txt", *REQUIREMENTS], ROOT)
+        (folder / ".ready").touch()
+    return interpreter
+
+
+def check(python: str, name: str, *, debug: bool) -> None:
+    """Build the core with `python` in a copy of the tree and run the core's tests there."""
+    started = time.monotonic()
+    tree = WORK / name
+    copy_tree(tree)
+    tests = core_tests(tree)
+    if not tests:
+        raise SystemExit("core_check: no core test was found below tests/unit, tests/property and tests/cython")
+    flag = "1" if debug else "0"
+    run([python, "setup.py", "--quiet", "build_ext", "--inplace", "-j2"], tree, EDGELLM_DEBUG=flag)
+    run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], tree, EDGELLM_DEBUG=flag)
+    print(f"core_check: {name} passed, {len(tests)} test files, {time.monotonic() - started:.0f} s", flush=True)
+
+
+def working_python(version: str) -> str | None:
+    """An interpreter of `version`: on PATH, or among pyenv's; None when this machine has none that runs."""
+    candidates = [shutil.which(f"python{version}")]
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    candidates += [str(path / "bin" / "python") for path in sorted(pyenv.glob(f"{version}.*"))]
+    for candidate in filter(None, candidates):
+        probe = [candidate, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]
+        answer = subprocess.run(probe, capture_output=True, text=True, check=False)
+        if answer.returncode == 0 and answer.stdout.strip() == version:
+            return candidate
+    return None
+
+
+def check_matrix() -> None:
+    this = "{}.{}".format(*sys.version_info[:2])
+    for version in VERSIONS:
+        if version == this:
+            continue
+        python = working_python(version)
+        if python is None:
+            print(f"core_check: Python {version} is not installed here, skipped", flush=True)
+            continue
+        check(environment_for(python, version), f"py{version}", debug=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--debug", action="store_true")
+    choice.add_argument("--matrix", action="store_true")
+    options = parser.parse_args()
+    if options.debug:
+        check(sys.executable, "debug", debug=True)
+    else:
+        check_matrix()
+
+
+if __name__ == "__main__":
+    main()
