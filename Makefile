@@ -59,10 +59,11 @@ test: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check --quiet .
 	$(PY) -m mypy
 	$(VENV)/bin/cython-lint edgellm
 
-unit: $(VENV)/.dev
+unit: build
 	$(TEST_ENV) $(PY) -m pytest -q -m "not slow"
 
 debug: $(VENV)/.dev
@@ -74,13 +75,13 @@ matrix: $(VENV)/.dev
 kernels: $(VENV)/.dev
 	$(PY) tools/kernel_check.py
 
-parity: $(VENV)/.dev
+parity: build
 	$(PY) -m pytest -q -m "slow or not slow" tests/parity
 
-bench: $(VENV)/.dev
+bench: build
 	$(PY) -m pytest -q -o python_files='bench_*.py' bench
 
-benchsmoke: $(VENV)/.dev
+benchsmoke: build
 	$(PY) -m pytest -q -o python_files='bench_*.py' --benchmark-disable bench
 
 wheelcheck: $(VENV)/.dev

@@ -25,8 +25,9 @@ MODULES = [
 
 # C kernels: the module and the C files it is linked with.
 KERNEL_DIR = "edgellm/kernels/cpu/"
-KERNELS = {"edgellm.kernels.cpu._ops": ["paged_attention.c", "elementwise.c", "skinny_linear.c", "parallel.c",
-                                     "thread_pool.c"]}
+KERNELS = {
+    "edgellm.kernels.cpu._ops": ["paged_attention.c", "elementwise.c", "skinny_linear.c", "parallel.c", "thread_pool.c"]
+}
 
 FLAGS = ["-O0", "-g", "-D_GLIBCXX_ASSERTIONS"] if DEBUG else ["-O2", "-g0"]
 
@@ -75,6 +76,13 @@ def refuse_implicit_exception_checks() -> None:
 
 
 refuse_implicit_exception_checks()
-setup(ext_modules=cythonize([*(extension(m) for m in MODULES if os.path.exists(m.replace(".", "/") + ".pyx")),
-                             *(kernel_extension(m, sources) for m, sources in KERNELS.items())],
-                            compiler_directives=DIRECTIVES, nthreads=2 if not DEBUG else 0))
+setup(
+    ext_modules=cythonize(
+        [
+            *(extension(m) for m in MODULES if os.path.exists(m.replace(".", "/") + ".pyx")),
+            *(kernel_extension(m, sources) for m, sources in KERNELS.items()),
+        ],
+        compiler_directives=DIRECTIVES,
+        nthreads=2 if not DEBUG else 0,
+    )
+)

@@ -48,9 +48,7 @@ def full_blocks(tokens: array[int], page_size: int) -> int:
 @pytest.mark.parametrize("num_tokens", [32_768, 131_072])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("ours", [chain_blocks, tenant_chain_blocks, full_blocks])
-def test_hash_prompt(
-    benchmark: Any, ours: Callable[[array[int], int], int], page_size: int, num_tokens: int
-) -> None:
+def test_hash_prompt(benchmark: Any, ours: Callable[[array[int], int], int], page_size: int, num_tokens: int) -> None:
     random = Random(num_tokens)
     tokens = array("i", [random.randrange(VOCAB_SIZE) for _ in range(num_tokens)])
     floor = Ref(1, page_size, num_tokens)

@@ -84,9 +84,7 @@ def test_full_hit_admission(benchmark: Any, num_tokens: int) -> None:
     if benchmark.stats is None:  # --benchmark-disable
         return
     million_tokens_per_s = round(num_tokens / statistics.median(ours_ns) * 1e3)
-    ratio = report(
-        benchmark, floor_ns, ours_ns, num_tokens=num_tokens, million_tokens_per_s=million_tokens_per_s
-    )
+    ratio = report(benchmark, floor_ns, ours_ns, num_tokens=num_tokens, million_tokens_per_s=million_tokens_per_s)
     ours.manager.check_invariants()
     assert ratio >= AIM_FULL_HIT / 2
 
@@ -157,8 +155,10 @@ def run_replay(benchmark: Any, turns: list[Turn], rounds: int) -> float | None:
         return results[name].busy_ns / len(turns)
 
     floor_ns, ours_ns = alternate(
-        benchmark, lambda: run("floor", FloorCache(num_pages, PAGE_SIZE)),
-        lambda: run("ours", OurCache(num_pages, PAGE_SIZE)), rounds,
+        benchmark,
+        lambda: run("floor", FloorCache(num_pages, PAGE_SIZE)),
+        lambda: run("ours", OurCache(num_pages, PAGE_SIZE)),
+        rounds,
     )
     if "floor" not in results:  # --benchmark-disable leaves out the setup
         run("floor", FloorCache(num_pages, PAGE_SIZE))
@@ -169,9 +169,18 @@ def run_replay(benchmark: Any, turns: list[Turn], rounds: int) -> float | None:
     if benchmark.stats is None:
         return None
     return report(
-        benchmark, floor_ns, ours_ns, unit="one turn", turns=len(turns), pool_pages=num_pages, distinct_pages=distinct,
-        hit_rate_endless=round(endless, 4), hit_rate_floor=round(floor.hit_rate, 4), hit_rate=round(ours.hit_rate, 4),
-        ratio_admit=round(floor.admit_ns / ours.admit_ns, 2), ratio_grow=round(floor.grow_ns / ours.grow_ns, 2),
+        benchmark,
+        floor_ns,
+        ours_ns,
+        unit="one turn",
+        turns=len(turns),
+        pool_pages=num_pages,
+        distinct_pages=distinct,
+        hit_rate_endless=round(endless, 4),
+        hit_rate_floor=round(floor.hit_rate, 4),
+        hit_rate=round(ours.hit_rate, 4),
+        ratio_admit=round(floor.admit_ns / ours.admit_ns, 2),
+        ratio_grow=round(floor.grow_ns / ours.grow_ns, 2),
         ratio_release=round(floor.release_ns / ours.release_ns, 2),
     )
 

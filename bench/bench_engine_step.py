@@ -88,10 +88,7 @@ class Ours:
 
     def plans(self) -> list[list[tuple[int, bool, int, int]]]:
         return [
-            [
-                (d.identity.request_id, d.work is SequenceWork.CONTEXT, d.query_length, d.past_length)
-                for d in entry[1]
-            ]
+            [(d.identity.request_id, d.work is SequenceWork.CONTEXT, d.query_length, d.past_length) for d in entry[1]]
             for entry in self.runtime.log
             if entry[0] == "execute"
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from edgellm.prompts import (
     split_prompts,
 )
 from edgellm.request import LLMGenerationRequest, Message
+from edgellm.session.request_check import check_cache_salt
 
 if TYPE_CHECKING:
     import os
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from edgellm.engine.metrics import EngineMetrics
     from edgellm.engine.records import RequestHandle
     from edgellm.memory import MemoryBudget
+    from edgellm.runtime.rank_runtime import LLMRankRuntime
     from edgellm.sampling.params import SamplingParams
 
 logger = get_logger(__name__)
@@ -110,12 +113,12 @@ class LLM:
     def _start(self, parts: Parts, seed: int | None) -> None:
         self._seed = seed
         self._request_numbers = itertools.count()
-        self._closed = False
-        self._runtime = parts.runtime
+        self._close_lock = threading.Lock()
+        self._runtime: LLMRankRuntime | None = parts.runtime
         self._tokenizer = parts.tokenizer
         self._memory_budget = parts.memory_budget
         self._preparer = PromptPreparer(parts.tokenizer, parts.limits)
-        self._engine = RequestEngine(parts.runtime, parts.engine_config)
+        self._engine: RequestEngine | None = RequestEngine(parts.runtime, parts.engine_config)
         logger.info("%s: %s", parts.model_name, self._memory_budget.describe())
 
     # ---- generating -----------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ class LLM:
             RequestFailed: a request failed while running; the call's other requests were cancelled.
             ContractViolation: the LLM is closed.
         """
-        self._check_open("generate")
+        self._open_engine("generate")
         requests, is_list = split_prompts(prompts)
         return self._run(requests, sampling_params, "prompts" if is_list else "", cache_salt, use_cache)
 
@@ -166,7 +169,7 @@ class LLM:
             chat_template_kwargs: further variables for the chat template (`enable_thinking`, ...).
         Returns, raises, other arguments: as `generate`.
         """
-        self._check_open("chat")
+        self._open_engine("chat")
         conversations, is_list = split_conversations(messages)
         requests = [
             LLMGenerationRequest(
@@ -195,7 +198,7 @@ class LLM:
             SubmitError: too many requests are pending; try again later.
             ContractViolation: the LLM is closed.
         """
-        self._check_open("stream")
+        engine = self._open_engine("stream")
         if is_conversation(prompt_or_messages):
             request = LLMGenerationRequest(
                 messages=prompt_or_messages,  # type: ignore[arg-type]  # checked by is_conversation
@@ -205,7 +208,7 @@ class LLM:
         else:
             request = request_of_prompt(prompt_or_messages)
         (prepared,) = self._prepare([request], sampling_params, "")
-        handle = self._engine.submit(self._engine_request(prepared, cache_salt, use_cache))
+        handle = engine.submit(self._engine_request(prepared, cache_salt, use_cache))
         return TokenStream(handle, prepared.token_ids.tolist())
 
     # ---- looking --------------------------------------------------------------------------------------
@@ -222,21 +225,26 @@ class LLM:
 
     def engine_metrics(self) -> EngineMetrics:
         """Counters of the request engine."""
-        return self._engine.metrics()
+        return self._open_engine("engine_metrics").metrics()
 
     def cache_metrics(self) -> ContextCacheMetrics:
         """Counters of the context cache over this LLM's life: hits, reused tokens, evictions, free pages.
 
         May be read while the engine runs; each number is right by itself, together they are not one instant.
         """
-        return self._runtime.coordinator.metrics()
+        runtime = self._runtime
+        if runtime is None:
+            raise _closed_error("cache_metrics")
+        return runtime.coordinator.metrics()
 
     # ---- ending ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel what still runs, stop the engine and free the KV pool.  Idempotent."""
-        self._closed = True
-        self._engine.shutdown(ShutdownMode.CANCEL)
+        """Cancel what still runs, stop the engine, and let go of weights and KV pool.  Idempotent."""
+        with self._close_lock:
+            engine, self._engine, self._runtime = self._engine, None, None
+            if engine is not None:
+                engine.shutdown(ShutdownMode.CANCEL)
 
     def __enter__(self) -> LLM:
         return self
@@ -248,9 +256,11 @@ class LLM:
 
     # ---- inside ---------------------------------------------------------------------------------------
 
-    def _check_open(self, method: str) -> None:
-        if self._closed:
-            raise ContractViolation(f"{method}: this LLM is closed; make a new one")
+    def _open_engine(self, method: str) -> RequestEngine:
+        engine = self._engine
+        if engine is None:
+            raise _closed_error(method)
+        return engine
 
     def _prepare(self, requests: list[LLMGenerationRequest], sampling_params: Any, name: str) -> list[PreparedPrompt]:
         """Check and tokenise every request of a call, before any of them starts."""
@@ -264,6 +274,7 @@ class LLM:
     def _engine_request(
         self, prepared: PreparedPrompt, cache_salt: str | None, use_cache: bool
     ) -> LLMGenerationRequest:
+        check_cache_salt(cache_salt)
         params = prepared.params
         if params.seed is None and self._seed is not None:
             # A seed of its own for each request: equal prompts should not all get the same sample.
@@ -304,11 +315,11 @@ class LLM:
     ) -> RequestHandle:
         """Submit; under back-pressure wait for this call's oldest request, or for other callers' to end."""
         while True:
-            self._check_open("submit")
+            engine = self._open_engine("submit")
             try:
-                return self._engine.submit(request)
+                return engine.submit(request)
             except SubmitError:
-                if self._engine.closed_because():
+                if engine.closed_because():
                     raise
             if running:
                 outputs.append(_take_oldest(running))
@@ -321,6 +332,10 @@ def _take_oldest(running: deque[tuple[PreparedPrompt, RequestHandle]]) -> Reques
     output = output_from_response(prepared.token_ids.tolist(), handle.get())
     running.popleft()
     return output
+
+
+def _closed_error(method: str) -> ContractViolation:
+    return ContractViolation(f"{method}: this LLM is closed; make a new one")
 
 
 def _check_seed(seed: int | None) -> int | None:

@@ -37,9 +37,11 @@ class CancelToken:
         return self._cancelled
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LLMGenerationRequest:
     """One prompt and how to continue it.  Exactly one of `prompt_token_ids`, `prompt`, `messages` is set.
+
+    Compared by identity: prompts may be arrays.
 
     The last block holds kinds of request that the seeds name and this runtime refuses
     (`UnsupportedRequestError`).

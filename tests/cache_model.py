@@ -31,9 +31,12 @@ Block = tuple[int, tuple[int, ...]]  # namespace, every token up to the block's 
 
 @dataclass(eq=False)
 class ModelLease:
+    """`pages[:published]` are in the index; `rebound` counts pages swapped for canonical ones."""
+
     pages: list[int]
-    path: list[int]
+    published: int
     shared: int
+    rebound: int = 0
 
 
 @dataclass
@@ -114,17 +117,19 @@ class CacheModel:
             found.append(page)
         return found
 
-    def acquire(self, namespace: int, tokens: Sequence[int], min_tokens: int, bypass: bool) -> ModelLease | None:
+    def acquire(
+        self, namespace: int, tokens: Sequence[int], min_tokens: int, bypass: bool, reserve: int
+    ) -> ModelLease | None:
         shared = [] if bypass else self.match(namespace, tokens)
         if tokens and len(shared) * self.page_size == len(tokens):
             shared.pop()
         total = -(-max(len(tokens), min_tokens) // self.page_size)
         evictable = len(self.lru) - sum(self.active[p] == 0 for p in shared)
-        if total - len(shared) > len(self.free) + evictable:
+        if total - len(shared) + reserve > len(self.free) + evictable:
             return None
         for page in shared:
             self.pin(page)
-        lease = ModelLease(shared + self.take(total - len(shared)), list(shared), len(shared))
+        lease = ModelLease(shared + self.take(total - len(shared)), len(shared), len(shared))
         self.leases.append(lease)
         return lease
 
@@ -135,28 +140,36 @@ class CacheModel:
         lease.pages += self.take(max(0, short))
         return True
 
+    def take_over(self, lease: ModelLease, page: int) -> None:
+        """The next block's page becomes the canonical one; the lease's own copy goes back."""
+        own = lease.pages[lease.published]
+        self.pin(page)
+        lease.pages[lease.published] = page
+        self.unpin(own)
+        lease.published += 1
+        lease.rebound += 1
+
     def publish(
         self, lease: ModelLease, namespace: int, tokens: Sequence[int], count: int, make_record: bool
     ) -> ModelPublish:
         new = 0
         if self.max_records == 0:
             return ModelPublish(PublishStatus.PUBLISHED, None, 0, 0)
-        while len(lease.path) < count:
-            i = len(lease.path)
-            block = self.block(namespace, tokens, i)
+        while lease.published < count:
+            block, own = self.block(namespace, tokens, lease.published), lease.pages[lease.published]
             if block in self.page_of:
-                self.pin(self.page_of[block])
-            elif self.active[lease.pages[i]] != 1:
+                self.take_over(lease, self.page_of[block])
+            elif self.active[own] != 1:
                 break
             else:
-                self.page_of[block] = lease.pages[i]
-                self.block_of[lease.pages[i]] = block
+                self.page_of[block] = own
+                self.block_of[own] = block
+                lease.published += 1
                 new += 1
-            lease.path.append(self.page_of[block])
-        published = min(count, len(lease.path))
+        published = min(count, lease.published)
         if not make_record or published < count:
             return ModelPublish(PublishStatus.PUBLISHED, None, published, new)
-        node = lease.path[count - 1]
+        node = lease.pages[count - 1]
         for record, where in self.records.items():
             if where == node:
                 self.records.move_to_end(record)
@@ -168,32 +181,22 @@ class CacheModel:
         return ModelPublish(PublishStatus.PUBLISHED, self.last_record, published, new)
 
     def rebind(self, lease: ModelLease, namespace: int, tokens: Sequence[int]) -> int:
-        start = len(lease.path)
+        start = lease.published
         limit = min((len(tokens) - 1) // self.page_size, len(lease.pages))
-        for i, page in enumerate(self.match(namespace, tokens)[:limit]):
-            if i >= start:
-                self.pin(page)
-                old, lease.pages[i] = lease.pages[i], page
-                lease.path.append(page)
-                self.unpin(old)
-                lease.shared = i + 1
-        return len(lease.path) * self.page_size
+        for page in self.match(namespace, tokens)[start:limit]:
+            self.take_over(lease, page)
+            lease.shared = lease.published
+        return lease.published * self.page_size
 
     def release(self, lease: ModelLease) -> None:
-        place = self.leases.index(lease)
-        self.leases[place] = self.leases[-1]  # the order in which paths are trimmed shows in the free list
-        self.leases.pop()
-        for i in reversed(range(len(lease.pages))):
-            if i < len(lease.path) and lease.path[i] != lease.pages[i]:
-                self.unpin(lease.path[i])
-            self.unpin(lease.pages[i])
+        self.leases.remove(lease)
+        for page in reversed(lease.pages):
+            self.unpin(page)
 
     def trim(self) -> None:
         for lease in self.leases:
-            while lease.path and lease.path[-1] not in self.block_of:
-                node = lease.path.pop()
-                if node != lease.pages[len(lease.path)]:
-                    self.unpin(node)
+            while lease.published and lease.pages[lease.published - 1] not in self.block_of:
+                lease.published -= 1
 
     def evict_record(self, record: int) -> None:
         node: int | None = self.records.pop(record)
@@ -209,10 +212,7 @@ class CacheModel:
         self.evicted_records += len(self.records)
         self.records.clear()
         for lease in self.leases:
-            while lease.path:
-                node = lease.path.pop()
-                if node != lease.pages[len(lease.path)]:
-                    self.unpin(node)
+            lease.published = 0
         while self.lru:
             self.drop_node(self.lru[0])
         for page in sorted(self.block_of):
@@ -249,12 +249,14 @@ class CacheDriver:
         chain.extend(tokens)
         return chain
 
-    def acquire(self, namespace: int, tokens: list[int], *, min_tokens: int = 0, bypass: bool = False) -> bool:
+    def acquire(
+        self, namespace: int, tokens: list[int], *, min_tokens: int = 0, bypass: bool = False, reserve: int = 0
+    ) -> bool:
         chain = self.chain(namespace, tokens)
         policy = ContextCacheLookupPolicy.BYPASS if bypass else ContextCacheLookupPolicy.USE_CACHE
         matched = [] if bypass else self.model.match(namespace, tokens)
-        result = self.manager.acquire_vanilla(chain, lookup_policy=policy, min_tokens=min_tokens)
-        expected = self.model.acquire(namespace, tokens, min_tokens, bypass)
+        result = self.manager.acquire_vanilla(chain, lookup_policy=policy, min_tokens=min_tokens, reserve_pages=reserve)
+        expected = self.model.acquire(namespace, tokens, min_tokens, bypass, reserve)
         assert (result.lease is not None) == (expected is not None)
         assert (result.status is AcquireStatus.ACQUIRED) == (expected is not None)
         self._check_plan(result.plan, len(tokens), len(matched))
@@ -320,8 +322,11 @@ class CacheDriver:
     def append(self, which: Sequence[int], token: int, *, publish: bool, lookahead: int) -> int:
         sequences = [self.live[i] for i in which]
         refused = self.manager.append_tokens(
-            [s.lease for s in sequences], [s.chain for s in sequences],
-            np.full(len(sequences), token, dtype=np.int32), publish, lookahead=lookahead,
+            [s.lease for s in sequences],
+            [s.chain for s in sequences],
+            np.full(len(sequences), token, dtype=np.int32),
+            publish,
+            lookahead=lookahead,
         )
         expected = -1
         for k, sequence in enumerate(sequences):
@@ -330,7 +335,7 @@ class CacheDriver:
                 break
             sequence.tokens.append(token)
             count = max(0, len(sequence.tokens) - lookahead) // self.manager.page_size
-            if publish and count > len(sequence.model.path):
+            if publish and count > sequence.model.published:
                 self.model.publish(sequence.model, sequence.namespace, sequence.tokens, count, False)
         assert refused == expected
         self.check()
@@ -389,7 +394,8 @@ class CacheDriver:
         assert (metrics.evicted_records, metrics.reclaimed_base_kv_pages) == (model.evicted_records, model.reclaimed)
         for sequence in self.live:
             assert list(sequence.lease.base_pages) == sequence.model.pages
-            assert list(sequence.lease.canonical_pages) == sequence.model.path
+            assert sequence.lease.published_block_count == sequence.model.published
+            assert sequence.lease.rebound_page_count == sequence.model.rebound
             assert sequence.lease.shared_block_count == sequence.model.shared
             assert sequence.chain.num_tokens == len(sequence.tokens)
         self._check_writable_pages_are_exclusive()
@@ -397,7 +403,7 @@ class CacheDriver:
     def _check_writable_pages_are_exclusive(self) -> None:
         """A page that its sequence may still write is in no other lease and not in the index."""
         for sequence in self.live:
-            first_private = max(len(sequence.model.path), sequence.model.shared)
+            first_private = max(sequence.model.published, sequence.model.shared)
             for page in sequence.model.pages[first_private:]:
                 if self.model.active[page] == 1:
                     continue

@@ -6,6 +6,7 @@ Chained 64-bit hashes over raw token bytes, a dict from hash to page, an LRU of 
 nobody holds.  No token compare on a hit, no validation, one group, no hybrid state: what a
 compiled core has to beat besides the peers.
 """
+
 from array import array
 from collections import OrderedDict, deque
 
@@ -26,7 +27,7 @@ class Ref:
     def chain_hash(self, toks):
         h, p, out = 0, self.page, []
         for i in range(len(toks) // p):
-            h = hash((h, toks[i * p:(i + 1) * p].tobytes()))
+            h = hash((h, toks[i * p : (i + 1) * p].tobytes()))
             out.append(h)
         return out
 
@@ -49,7 +50,7 @@ class Ref:
         hashes, p, n = self.chain_hash(toks), self.page, len(toks)
         pages = -(-n // p)
         held = []
-        for h in hashes[:(n - 1) // p]:
+        for h in hashes[: (n - 1) // p]:
             b = self.map.get(h)
             if b is None:
                 break
@@ -67,7 +68,7 @@ class Ref:
             held.append(b)
             if i < len(hashes):
                 self._publish(hashes[i], b)
-        self.live[key] = [n, held, list(toks[n // p * p:]), hashes[-1] if hashes else 0]
+        self.live[key] = [n, held, list(toks[n // p * p :]), hashes[-1] if hashes else 0]
         return cached
 
     def grow(self, keys, tokens):

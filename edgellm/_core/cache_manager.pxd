@@ -18,15 +18,15 @@ from edgellm._core.types cimport node_id_t, page_id_t
 cdef class CacheRequestLease:
     """See cache_manager.pyx.
 
-    pages: the sequence's base pages in logical order; one active reference each.
-    path:  path[i] is the tree node of block i, for i below its length.  Where it is not pages[i] (another sequence
-           published that block first), the lease holds one more active reference on it: a *path pin*.
+    pages: the sequence's base pages in logical order; one active reference each.  The first `published_block_count`
+           are the tree nodes of its leading blocks.
     """
 
     cdef readonly ContextCacheManager manager
     cdef vector[page_id_t] pages
-    cdef vector[node_id_t] path
     cdef readonly Py_ssize_t shared_block_count
+    cdef readonly Py_ssize_t published_block_count
+    cdef readonly Py_ssize_t rebound_page_count
     cdef readonly bint valid
     cdef size_t live_place
 
@@ -98,7 +98,7 @@ cdef class ContextCacheManager:
     ) noexcept nogil
     cdef void adopt(self, CacheRequestLease lease, Py_ssize_t found) noexcept nogil
     cdef void drop_record(self, int32_t place) noexcept
-    cdef void trim_paths(self) noexcept
+    cdef void forget_unpublished(self) noexcept
     cdef int step(self, int which) except -1
     cdef int append_one(
         self, CacheRequestLease lease, TokenChain chain, int32_t token, bint publish, Py_ssize_t lookahead

@@ -3,10 +3,11 @@
 Every operation first does all that can fail (checks, room in vectors, a new namespace or record), then changes state
 by moves that cannot fail.  A refusal or an exception therefore leaves everything as it was.
 
-How the tree stays evictable in O(1).  A lease always holds a root-contiguous path of nodes: the blocks it shares, those
-it published, and, where another sequence published a block first, that canonical node (a *path pin*).  So a held node
-has held ancestors.  Release lets go of the deepest block first and each node that nobody holds any more goes to the MRU
-end of one list; so a child always stands before its ancestors, and the front of the list is always a leaf.
+How the tree stays evictable in O(1).  The leading pages of a lease, as many as it has published blocks, are the pages of
+a root-contiguous path of nodes: blocks it shares and blocks it published.  Where another sequence published a block
+first, the lease takes over that canonical page and gives its own copy back, so equal content is held once.  A held
+node therefore has held ancestors.  Release lets go of the deepest block first and each node that nobody holds any more
+goes to the MRU end of one list; so a child always stands before its ancestors, and the front is always a leaf.
 """
 
 cimport cython
@@ -108,7 +109,10 @@ cdef class CacheRequestLease:
 
     Attributes:
         manager: the manager that made it.
-        shared_block_count: leading blocks whose pages came from the cache.
+        shared_block_count: leading blocks whose pages came from the cache before they were computed here.
+        published_block_count: leading blocks that are in the index; their pages are those of the index.
+        rebound_page_count: pages that were replaced by canonical ones so far.  When it moved, the page-table row of
+            the sequence must be written again, before its next step.
         valid: False once released.
     """
 
@@ -139,19 +143,9 @@ cdef class CacheRequestLease:
         return <Py_ssize_t>self.pages.size()
 
     @property
-    def published_block_count(self):
-        """Leading blocks that are in the index: shared, published, or published by another sequence first."""
-        return <Py_ssize_t>self.path.size()
-
-    @property
     def base_pages(self):
         """(pages,) int32, logical order; a copy.  What the page-table row of the sequence holds."""
         return _as_array(&self.pages)
-
-    @property
-    def canonical_pages(self):
-        """(published blocks,) int32: the page the index has for each; a copy.  For information only."""
-        return _as_array(<vector[page_id_t]*>&self.path)
 
 
 @cython.final
@@ -222,7 +216,7 @@ cdef class ContextCacheManager:
     cdef int check_overlap(self, CacheRequestLease lease, TokenChain chain, Py_ssize_t count) except -1:
         """The first `count` blocks of lease and chain are the same: a chained hash speaks for its whole prefix."""
         if count > 0 and (chain.block_count() < count or not hash_equal(
-                self.tree.nodes[lease.path[count - 1]].hash, chain.hashes[count - 1])):
+                self.tree.nodes[lease.pages[count - 1]].hash, chain.hashes[count - 1])):
             _raise_other_prefix(count)
         return 0
 
@@ -290,23 +284,25 @@ cdef class ContextCacheManager:
         plan.version = self.version
         return plan
 
-    def acquire(self, ReusePlan plan not None, *, int64_t min_tokens=0):
+    def acquire(self, ReusePlan plan not None, *, int64_t min_tokens=0, int64_t reserve_pages=0):
         """Turn a plan into a lease, evicting least recently used leaves when pages are short.
 
         Args:
             min_tokens: the lease covers at least this many tokens (prompt plus headroom).
+            reserve_pages: pages that must still be free or evictable afterwards (promised to others).
         Returns:
             `AcquireResult`; with `INSUFFICIENT_CAPACITY` nothing was changed.
         Raises:
             ContractViolation: the manager changed since the plan was made, or another manager made it.
-            InvalidArgumentError: negative `min_tokens`.
+            InvalidArgumentError: negative `min_tokens` or `reserve_pages`.
         """
         if plan.owner is not self:
             raise ContractViolation("the plan was made by another manager; plan again with this one")
         if plan.version != self.version:
             raise ContractViolation("the cache changed since the plan was made; plan again and acquire at once")
-        if min_tokens < 0:
-            raise InvalidArgumentError(f"min_tokens {min_tokens} must be 0 or more")
+        if min_tokens < 0 or reserve_pages < 0:
+            raise InvalidArgumentError(
+                f"min_tokens {min_tokens} and reserve_pages {reserve_pages} must be 0 or more")
         cdef AcquireResult result = AcquireResult.__new__(AcquireResult)
         cdef Py_ssize_t shared = <Py_ssize_t>plan.bindings.size()
         cdef int64_t covered = min_tokens // self.page_size + (min_tokens % self.page_size != 0)
@@ -316,7 +312,7 @@ cdef class ContextCacheManager:
         result.plan = plan
         for i in range(shared):
             evictable -= self.base.active[plan.bindings[i]] == 0
-        if total - shared > self.base.free_count + evictable:
+        if total - shared + min(reserve_pages, INT32_MAX) > self.base.free_count + evictable:
             result.status = _INSUFFICIENT
             return result
         result.lease = self.make_lease(plan, total)
@@ -330,37 +326,35 @@ cdef class ContextCacheManager:
         cdef Py_ssize_t i
         self.step(STEP_PAGES)
         lease.pages.reserve(total + total // 8 + 4)
-        lease.path.reserve(total + total // 8 + 4)
         self.live.push_back(<PyObject*>lease)
         lease.live_place = self.live.size() - 1
         lease.manager = self
         lease.shared_block_count = shared
+        lease.published_block_count = shared
         lease.valid = True
         for i in range(shared):
             self.pin(plan.bindings[i])
             lease.pages.push_back(plan.bindings[i])
-            lease.path.push_back(plan.bindings[i])
         self.take_pages(&lease.pages, total - shared)
         self.version += 1
         return lease
 
     def acquire_vanilla(
-        self, TokenChain chain not None, *, lookup_policy=ContextCacheLookupPolicy.USE_CACHE, int64_t min_tokens=0
+        self, TokenChain chain not None, *, lookup_policy=ContextCacheLookupPolicy.USE_CACHE, int64_t min_tokens=0,
+        int64_t reserve_pages=0
     ):
         """`plan` and `acquire` in one step."""
-        return self.acquire(self.plan(chain, lookup_policy), min_tokens=min_tokens)
+        return self.acquire(self.plan(chain, lookup_policy), min_tokens=min_tokens, reserve_pages=reserve_pages)
 
     cdef void release_lease(self, CacheRequestLease lease) noexcept:
         """Let go of everything, deepest block first (that order keeps the LRU list leaf-first)."""
         cdef Py_ssize_t i = <Py_ssize_t>lease.pages.size() - 1
         cdef CacheRequestLease last = <CacheRequestLease>self.live.back()
         while i >= 0:
-            if i < <Py_ssize_t>lease.path.size() and lease.path[i] != lease.pages[i]:
-                self.unpin(lease.path[i])
             self.unpin(lease.pages[i])
             i -= 1
         lease.pages.clear()
-        lease.path.clear()
+        lease.published_block_count = 0
         lease.valid = False
         self.live[lease.live_place] = <PyObject*>last
         last.live_place = lease.live_place
@@ -447,15 +441,14 @@ cdef class ContextCacheManager:
     # Publication
 
     cdef Py_ssize_t find_path(self, CacheRequestLease lease, TokenChain chain, Py_ssize_t limit) except -1:
-        """Walk on from the lease's path into `scratch`, over blocks others published; returns how many there are."""
-        cdef Py_ssize_t start = <Py_ssize_t>lease.path.size()
+        """Walk on from the lease's published blocks into `scratch`, over blocks others published; how many there are."""
+        cdef Py_ssize_t start = lease.published_block_count
         cdef node_id_t parent
         if limit <= start:
             return 0
         self.step(STEP_PATH)
         self.scratch.resize(limit - start)
-        _make_room(<vector[page_id_t]*>&lease.path, limit)
-        parent = lease.path.back() if start else self.index.find_namespace(chain.key_bytes)
+        parent = lease.pages[start - 1] if start else self.index.find_namespace(chain.key_bytes)
         return self.index.match(chain, parent, start, limit, self.scratch.data())
 
     cdef Py_ssize_t publishable(self, CacheRequestLease lease, Py_ssize_t first, Py_ssize_t count) except -1:
@@ -510,7 +503,7 @@ cdef class ContextCacheManager:
         self, CacheRequestLease lease, TokenChain chain, Py_ssize_t count, bint want_record, published_t* out
     ) except -1:
         """Index the lease's first `count` blocks; see `publish`.  The caller checked lease, chain and count."""
-        cdef Py_ssize_t start = <Py_ssize_t>lease.path.size()
+        cdef Py_ssize_t start = lease.published_block_count
         cdef Py_ssize_t found, first, end
         cdef int32_t place = NO_RECORD
         cdef node_id_t root = NO_NODE
@@ -549,40 +542,44 @@ cdef class ContextCacheManager:
         return 0
 
     cdef node_id_t endpoint(self, CacheRequestLease lease, Py_ssize_t count, Py_ssize_t found) noexcept nogil:
-        """Node that block count-1 has, or will have once the found and the new blocks are on the path."""
-        cdef Py_ssize_t start = <Py_ssize_t>lease.path.size()
-        if count <= start:
-            return lease.path[count - 1]
-        if count <= start + found:
+        """Node that block count-1 has, or will have once the found and the new blocks are taken in."""
+        cdef Py_ssize_t start = lease.published_block_count
+        if start < count <= start + found:
             return self.scratch[count - 1 - start]
         return lease.pages[count - 1]
 
     cdef void adopt(self, CacheRequestLease lease, Py_ssize_t found) noexcept nogil:
-        """Hold the `found` canonical nodes in `scratch` as the next blocks of the lease's path."""
+        """Take the `found` canonical pages in `scratch` for the next blocks and give the lease's own copies back."""
         cdef Py_ssize_t i
+        cdef page_id_t own
         for i in range(found):
-            self.pin(self.scratch[i])
-            lease.path.push_back(self.scratch[i])
+            own = lease.pages[lease.published_block_count]
+            if own != self.scratch[i]:
+                self.pin(self.scratch[i])
+                lease.pages[lease.published_block_count] = self.scratch[i]
+                self.unpin(own)
+                lease.rebound_page_count += 1
+            lease.published_block_count += 1
 
     cdef void add_blocks(
         self, CacheRequestLease lease, TokenChain chain, Py_ssize_t first, Py_ssize_t end, node_id_t root
     ) noexcept nogil:
-        """Index the lease's own pages as blocks first..end-1, below the end of its path or below `root`."""
+        """Index the lease's own pages as blocks first..end-1, below its published blocks or below `root`."""
         cdef Py_ssize_t i
         for i in range(first, end):
             if i + PREFETCH_BLOCKS < end:
                 prefetch_bucket(self.tree, chain.hashes[i + PREFETCH_BLOCKS])
-            self.index.add(lease.pages[i], lease.path.back() if i else root, chain.hashes[i], chain.block_tokens(i),
+            self.index.add(lease.pages[i], lease.pages[i - 1] if i else root, chain.hashes[i], chain.block_tokens(i),
                            self.media_scratch[i - first])
             pool_add_cache(self.base, lease.pages[i])
-            lease.path.push_back(lease.pages[i])
+            lease.published_block_count = i + 1
 
     def publish(self, CacheRequestLease lease not None, TokenChain chain not None, int64_t resident_state_length, *,
                 bint make_record):
         """Make the full blocks of committed state findable, and remember the endpoint when asked.
 
-        A block that another sequence published first keeps that page; this lease keeps its own copy and holds the
-        canonical node too, so that what it publishes below stays reachable.
+        A block that another sequence published first keeps that page; this lease takes it over and gives its own copy
+        back (`lease.rebound_page_count` moves then), so equal content is held once.
 
         Args:
             chain: the sequence's tokens; its published blocks are those of the lease.
@@ -616,7 +613,7 @@ cdef class ContextCacheManager:
             result.status = _EXISTING
         if done.record_id:
             result.record = done.record_id
-        result.published_block_count = min(count, <Py_ssize_t>lease.path.size())
+        result.published_block_count = min(count, lease.published_block_count)
         result.new_block_count = done.new_blocks
         return result
 
@@ -630,7 +627,7 @@ cdef class ContextCacheManager:
             return 0
         chain.append_token(token)
         cdef Py_ssize_t count = (length + 1 - lookahead) // self.page_size
-        if publish and length + 1 > lookahead and count > <Py_ssize_t>lease.path.size():
+        if publish and length + 1 > lookahead and count > lease.published_block_count:
             self.publish_blocks(lease, chain, count, False, &done)
         return 1
 
@@ -668,7 +665,7 @@ cdef class ContextCacheManager:
             self.check_chain(chain)
             if tokens[k] < 0:
                 raise InvalidArgumentError(f"token {tokens[k]} of sequence {k} must be 0 or more")
-            self.check_overlap(lease, chain, <Py_ssize_t>lease.path.size())
+            self.check_overlap(lease, chain, lease.published_block_count)
         for k in range(count):
             if not self.append_one(<CacheRequestLease>leases[k], <TokenChain>chains[k], tokens[k], publish, lookahead):
                 return k
@@ -687,22 +684,15 @@ cdef class ContextCacheManager:
         """
         self.check_lease(lease)
         self.check_chain(chain)
-        cdef Py_ssize_t start = <Py_ssize_t>lease.path.size()
         cdef Py_ssize_t limit = min((chain.token_count() - 1) // self.page_size, <Py_ssize_t>lease.pages.size())
-        cdef Py_ssize_t found, i
-        cdef page_id_t old
-        self.check_overlap(lease, chain, start)
+        cdef Py_ssize_t found
+        self.check_overlap(lease, chain, lease.published_block_count)
         found = self.find_path(lease, chain, limit)
-        if found == 0:
-            return start * self.page_size
-        self.adopt(lease, found)
-        for i in range(start, start + found):
-            old = lease.pages[i]
-            lease.pages[i] = lease.path[i]
-            self.unpin(old)
-        lease.shared_block_count = start + found
-        self.version += 1
-        return lease.shared_block_count * self.page_size
+        if found:
+            self.adopt(lease, found)
+            lease.shared_block_count = lease.published_block_count
+            self.version += 1
+        return lease.published_block_count * self.page_size
 
     # Eviction
 
@@ -710,7 +700,7 @@ cdef class ContextCacheManager:
         """Forget a record; blocks that no record and no child needs any more leave the index with it."""
         cdef node_id_t node = self.records.node_at(place)
         cdef node_id_t parent
-        cdef bint trimmed = False
+        cdef bint leased = False
         self.records.erase_at(place)
         self.evicted_records += 1
         while node >= 0 and self.tree.nodes[node].child_count == 0 and self.records.head_at(node) == NO_RECORD:
@@ -718,25 +708,22 @@ cdef class ContextCacheManager:
             if self.base.active[node] == 0:
                 lru_unlink(self.tree, node)
             else:
-                trimmed = True
+                leased = True
             self.index.remove(node)
             self.reclaimed_base_pages += pool_drop_cache(self.base, node)
             node = parent
-        if trimmed:
-            self.trim_paths()
+        if leased:
+            self.forget_unpublished()
 
-    cdef void trim_paths(self) noexcept:
-        """Cut every lease's path where its blocks left the index; the pages stay leased."""
+    cdef void forget_unpublished(self) noexcept:
+        """Blocks that left the index are not published any more; their pages stay leased."""
         cdef size_t k
         cdef CacheRequestLease lease
-        cdef node_id_t node
         for k in range(self.live.size()):
             lease = <CacheRequestLease>self.live[k]
-            while lease.path.size() and not self.tree.nodes[lease.path.back()].indexed:
-                node = lease.path.back()
-                lease.path.pop_back()
-                if node != lease.pages[lease.path.size()]:
-                    self.unpin(node)
+            while lease.published_block_count and not self.tree.nodes[
+                    lease.pages[lease.published_block_count - 1]].indexed:
+                lease.published_block_count -= 1
 
     def evict_record(self, record_id):
         """Forget one record now, with the blocks that only it kept.
@@ -765,11 +752,7 @@ cdef class ContextCacheManager:
         self.records.clear()
         for k in range(self.live.size()):
             lease = <CacheRequestLease>self.live[k]
-            while lease.path.size():
-                node = lease.path.back()
-                lease.path.pop_back()
-                if node != lease.pages[lease.path.size()]:
-                    self.unpin(node)
+            lease.published_block_count = 0
         while self.tree.lru_size:
             self.evict_node(lru_front(self.tree))
         for node in range(self.tree.capacity):
@@ -824,20 +807,18 @@ cdef class ContextCacheManager:
         self._check_records()
 
     def _check_lease_state(self, CacheRequestLease lease, place, held):
-        """One lease: distinct pages, a root-contiguous path, its references added to `held`."""
+        """One lease: distinct pages, published blocks that are a path of the tree, references added to `held`."""
         pages = list(lease.pages)
-        path = list(lease.path)
+        path = pages[:lease.published_block_count]
         if not lease.valid or lease.live_place != place or lease.manager is not self:
             raise InvariantError(f"lease at place {place} is not a valid lease of this manager")
-        if len(set(pages)) != len(pages) or len(path) > len(pages):
-            raise InvariantError(f"a lease holds pages {pages} with path {path}")
+        if len(set(pages)) != len(pages) or not 0 <= lease.published_block_count <= len(pages):
+            raise InvariantError(f"a lease holds pages {pages}, {lease.published_block_count} of them published")
         if path and self.index.path_of(path[len(path) - 1]) != path:
-            raise InvariantError(f"lease path {path} is not a path of the tree")
+            raise InvariantError(f"published pages {path} of a lease are not a path of the tree")
         for i, page in enumerate(pages):
             held[page] += 1
-            if i < len(path) and path[i] != page:
-                held[path[i]] += 1
-            if page in self.index and (i >= len(path) or path[i] != page):
+            if page in self.index and i >= len(path):
                 raise InvariantError(f"page {page} is indexed, but not as block {i} of the lease that holds it")
 
     def _check_pages(self, held):

@@ -13,9 +13,7 @@ class KVPageTable:
     pages_per_slot: int
     num_pages: int
     sparse_window: bool
-    def __init__(
-        self, num_slots: int, pages_per_slot: int, num_pages: int, *, sparse_window: bool = False
-    ) -> None: ...
+    def __init__(self, num_slots: int, pages_per_slot: int, num_pages: int, *, sparse_window: bool = False) -> None: ...
     @property
     def rows(self) -> npt.NDArray[np.int32]: ...
     @property

@@ -125,6 +125,7 @@ def acquire_sequence(
     lookup_policy: ContextCacheLookupPolicy,
     headroom: DecodingKvHeadroom,
     speculative_request: bool,
+    reserve_pages: int = 0,
 ) -> AcquireSequenceResult:
     """Look up, plan and lease; on pressure once more without the hit (its pins may be what is in the way).
 
@@ -139,11 +140,11 @@ def acquire_sequence(
     min_tokens = chain.num_tokens + headroom.base_extra_tokens
     plan = manager.plan(chain, lookup_policy)
     known_tokens = plan.matched_token_length
-    acquired = manager.acquire(plan, min_tokens=min_tokens)
+    acquired = manager.acquire(plan, min_tokens=min_tokens, reserve_pages=reserve_pages)
     forced_cold = False
     if acquired.status is AcquireStatus.INSUFFICIENT_CAPACITY and _depends_on_cache(plan):
         plan = manager.plan(chain, ContextCacheLookupPolicy.BYPASS)
-        acquired = manager.acquire(plan, min_tokens=min_tokens)
+        acquired = manager.acquire(plan, min_tokens=min_tokens, reserve_pages=reserve_pages)
         forced_cold = acquired.status is AcquireStatus.ACQUIRED
     return AcquireSequenceResult(
         chain=chain,
@@ -237,6 +238,7 @@ def acquire_into(
     headroom: DecodingKvHeadroom,
     *,
     joined: bool,
+    reserve_pages: int = 0,
 ) -> AcquireSequenceResult | None:
     """Lease one sequence and append it to the request; None on insufficient capacity, nothing changed."""
     acquired = acquire_sequence(
@@ -245,6 +247,7 @@ def acquire_into(
         lookup_policy=lookup_policy,
         headroom=headroom,
         speculative_request=impl.speculative_request,
+        reserve_pages=reserve_pages,
     )
     if acquired.lease is None:
         return None

@@ -224,7 +224,12 @@ class ContextCacheCoordinator:
         return impl
 
     def admit_sequence(
-        self, request: RequestHandle, admission: ContextCacheSequenceAdmission, headroom: DecodingKvHeadroom
+        self,
+        request: RequestHandle,
+        admission: ContextCacheSequenceAdmission,
+        headroom: DecodingKvHeadroom,
+        *,
+        reserve_pages: int = 0,
     ) -> AdmitSequenceResult:
         """Join one more sequence to an executing request: look up, lease, bind exactly its row.
 
@@ -232,6 +237,8 @@ class ContextCacheCoordinator:
         the latter the joiner is a ghost and holds in every decode step.  Lookup and commit policy are the
         joiner's own where it has them, else the container's.
 
+        Args:
+            reserve_pages: pages that must stay free or evictable behind the lease (promised to others).
         Returns:
             OK; POISONED; or REQUEST_FAILED, with `insufficient_capacity` when a retry may succeed later
             (without it the sequence needs more pages than the pool has).
@@ -252,7 +259,9 @@ class ContextCacheCoordinator:
         lookup = admitting.effective_lookup_policy(
             impl.lookup_policy, admission.lookup_policy, forced_bypass=not self.config.enabled
         )
-        acquired = admitting.acquire_into(self, impl, admission, lookup, headroom, joined=True)
+        acquired = admitting.acquire_into(
+            self, impl, admission, lookup, headroom, joined=True, reserve_pages=reserve_pages
+        )
         if acquired is None:
             never = len(admission.token_ids) + headroom.base_extra_tokens > self.deployment.num_pages * self.page_size
             return AdmitSequenceResult(Status.REQUEST_FAILED, insufficient_capacity=not never)
@@ -587,8 +596,13 @@ class ContextCacheCoordinator:
         survivors = [index for index, new in enumerate(impl.compaction.mapping) if new >= 0]
         self._rows.clear(retired)
         self._rows.upload()
-        if not self._quarantine.drain(impl):
-            self._hold(request.take())
+        drained = False
+        try:
+            drained = self._quarantine.drain(impl)
+        finally:
+            if not drained:
+                self._hold(request.take())
+        if not drained:
             return Status.POISONED
         for sequence in retired:
             self._occupied.pop(sequence.resident.slot, None)
@@ -621,16 +635,27 @@ class ContextCacheCoordinator:
             self.counters.policy_failures += 1
             terminalized = True  # the wait below decides; what it would have published is lost
         request.take()
-        if not terminalized or not self._quarantine.drain(impl):
+        if not terminalized:
             self._hold(impl)
+            return Status.POISONED
+        if not self._drain_or_hold(impl):
             return Status.POISONED
         self._release(impl)
         return Status.OK
 
+    def _drain_or_hold(self, impl: Impl) -> bool:
+        """Wait for a request's stream, or quarantine it.  An interrupted wait proves nothing and quarantines too."""
+        drained = False
+        try:
+            drained = self._quarantine.drain(impl)
+        finally:
+            if not drained:
+                self._hold(impl)
+        return drained
+
     def _abandon(self, impl: Impl) -> None:
         """The handle is gone while its request lives: drain, release, publish nothing.  Never raises."""
-        if impl.has_pending_device_work() and not self._quarantine.drain(impl):
-            self._hold(impl)
+        if impl.has_pending_device_work() and not self._drain_or_hold(impl):
             return
         self._release(impl)
 

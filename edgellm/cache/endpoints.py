@@ -28,6 +28,8 @@ def publish_ready_endpoint(
     At prefill end and decode end the endpoint is also offered for retention.  Skipped for lookup bypass,
     for generated state under PREFILL_STATE_ONLY, and when nothing was completed since the last time.
 
+    Where another sequence published a block first, the lease takes that page over and the row is bound again.
+
     Raises:
         InvariantError: the manager refused; nothing was changed.
     """
@@ -40,9 +42,14 @@ def publish_ready_endpoint(
     done = lengths.recorded_blocks if is_endpoint else lengths.published_blocks
     if blocks <= done[slot]:
         return
+    lease = impl.leases[slot]
+    rebound = lease.rebound_page_count
     result = coordinator.manager.publish(
-        impl.leases[slot], impl.chains[slot], int(lengths.committed[slot]), make_record=is_endpoint
+        lease, impl.chains[slot], int(lengths.committed[slot]), make_record=is_endpoint
     )
+    if lease.rebound_page_count != rebound:
+        coordinator.rows.bind([impl.sequences[slot]])
+        coordinator.rows.upload()
     lengths.published_blocks[slot] = blocks
     if is_endpoint:
         lengths.recorded_blocks[slot] = blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from edgellm.cache.types import ContextCacheLookupPolicy
+from edgellm.cache.types import ContextCacheLookupPolicy, ReuseReport, ReuseStopReason
 
 if TYPE_CHECKING:
     from edgellm.cache.coordinator import ContextCacheCoordinator
@@ -23,22 +23,28 @@ def rebind_prefill(coordinator: ContextCacheCoordinator, impl: Impl, slot: int) 
     committed = int(lengths.committed[slot])
     if sequence.lookup_policy is ContextCacheLookupPolicy.BYPASS:
         return committed
-    shared_before = sequence.lease.shared_block_count
+    rebound = sequence.lease.rebound_page_count
     known = coordinator.manager.rebind(sequence.lease, sequence.chain)
-    if sequence.lease.shared_block_count != shared_before:
+    if sequence.lease.rebound_page_count != rebound:
         coordinator.rows.bind([sequence])
         coordinator.rows.upload()
         lengths.published_blocks[slot] = sequence.lease.published_block_count
     if known <= committed:
         return committed
     gained = known - committed
-    report = sequence.reuse_report
-    sequence.reuse_report = replace(
-        report,
-        reused_tokens=report.reused_tokens + gained,
-        matched_tokens=max(report.matched_tokens, known),
-        stop_position=max(report.stop_position, known),
-    )
+    sequence.reuse_report = _report_after(sequence.reuse_report, gained, known, coordinator.page_size)
     lengths.committed[slot] = lengths.common[slot] = known
     coordinator.counters.rebound_tokens += gained
     return known
+
+
+def _report_after(report: ReuseReport, gained: int, known: int, page_size: int) -> ReuseReport:
+    """The reuse report once a producer in flight gave more; FULL when nothing reusable is left."""
+    complete = known >= (report.prompt_tokens - 1) // page_size * page_size
+    return replace(
+        report,
+        reused_tokens=report.reused_tokens + gained,
+        matched_tokens=max(report.matched_tokens, known),
+        stop_reason=ReuseStopReason.FULL if complete else report.stop_reason,
+        stop_position=max(report.stop_position, known),
+    )

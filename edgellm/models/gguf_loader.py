@@ -101,8 +101,9 @@ class GgufSource:
                     f"{', '.join(SUPPORTED_TYPES)}. Use a file quantised to one of these"
                 )
             if tensor.data_offset + tensor.n_bytes > size:
-                raise _damaged(self.path, f"{size} bytes, tensor {tensor.name!r} ends at "
-                                          f"{tensor.data_offset + tensor.n_bytes}")
+                raise _damaged(
+                    self.path, f"{size} bytes, tensor {tensor.name!r} ends at {tensor.data_offset + tensor.n_bytes}"
+                )
 
     def _spec(self, tensor: gguf.ReaderTensor) -> TensorSpec:
         return TensorSpec(_shape(tensor), tensor.tensor_type.name, int(tensor.n_bytes))
@@ -117,8 +118,10 @@ class GgufSource:
         architecture = architecture_from_gguf(str(self._required("general.architecture")))
         prefix = architecture.value
         if self.metadata(f"{prefix}.expert_count", 0):
-            raise UnsupportedModelError(f"{self.path} is a mixture of experts ({prefix}.expert_count "
-                                        f"{self.metadata(f'{prefix}.expert_count')}); only dense models are supported")
+            raise UnsupportedModelError(
+                f"{self.path} is a mixture of experts ({prefix}.expert_count "
+                f"{self.metadata(f'{prefix}.expert_count')}); only dense models are supported"
+            )
         num_heads = int(self._required(f"{prefix}.attention.head_count"))
         hidden_size = int(self._required(f"{prefix}.embedding_length"))
         head_dim = int(self.metadata(f"{prefix}.attention.key_length", hidden_size // num_heads))
@@ -170,8 +173,9 @@ class GgufSource:
             "original_max_position_embeddings": self.metadata(f"{prefix}.rope.scaling.original_context_length"),
             "attention_factor": self.metadata(f"{prefix}.rope.scaling.attn_factor"),
         }
-        rope = make_rope("default" if kind == "none" else kind, values,
-                         max_positions=int(self._required(f"{prefix}.context_length")))
+        rope = make_rope(
+            "default" if kind == "none" else kind, values, max_positions=int(self._required(f"{prefix}.context_length"))
+        )
         if _ROPE_FACTORS not in self._tensors:
             return rope
         factors = tuple(self._dequantise(_ROPE_FACTORS).reshape(-1).tolist())

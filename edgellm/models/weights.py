@@ -117,7 +117,6 @@ class ModelWeights:
                     yield tensor
 
 
-
 def load_weights(
     config: ModelConfig,
     source: WeightSource,

@@ -74,8 +74,13 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("num_kv_heads", num_kv_heads),
-                            ("page_size", page_size), ("head_dim", head_dim)):
+        for name, value in (
+            ("num_layers", num_layers),
+            ("num_pages", num_pages),
+            ("num_kv_heads", num_kv_heads),
+            ("page_size", page_size),
+            ("head_dim", head_dim),
+        ):
             if value < 1:
                 raise InvalidArgumentError(f"{name} is {value}; it must be at least 1")
         if dtype not in KV_DTYPES:
@@ -214,9 +219,7 @@ def parse_kv_budget(
         InvalidArgumentError: not one of these forms, less than one page, or more than is free.
     """
     num_pages = _pages_of(budget, bytes_per_page, page_size, free_bytes, default_tokens)
-    result = KVBudget(
-        num_pages=num_pages, page_size=page_size, bytes_per_page=bytes_per_page, free_bytes=free_bytes
-    )
+    result = KVBudget(num_pages=num_pages, page_size=page_size, bytes_per_page=bytes_per_page, free_bytes=free_bytes)
     if num_pages < 1:
         raise InvalidArgumentError(
             f"kv_budget {budget!r} holds no page: one page of {page_size} tokens takes {format_bytes(bytes_per_page)}, "

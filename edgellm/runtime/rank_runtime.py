@@ -80,9 +80,7 @@ class LLMRankRuntime:
         self.reserve_growth = reserve_growth
         self.decoder: DecodingStrategy = plugins.choose_decoder(decoder_kind).factory()
         self.sampler = Sampler()
-        self.page_table = KVPageTable(
-            deployment.max_batch_size, deployment.pages_per_slot, deployment.num_pages
-        )
+        self.page_table = KVPageTable(deployment.max_batch_size, deployment.pages_per_slot, deployment.num_pages)
         profile = ContextCacheDeploymentProfile(
             base_state_kind=BaseStateKind.ATTENTION_ONLY, spec_reuse_contract=self.decoder.spec_reuse_contract()
         )
@@ -177,9 +175,7 @@ class LLMRankRuntime:
         return self._unsalted if request.cache_salt is None else self._extras(request.cache_salt)
 
     def _extras(self, salt: str | None) -> BlockKeyExtras:
-        return request_key_extras(
-            model_fingerprint=self._model_fingerprint, kv_dtype=self._kv_dtype, cache_salt=salt
-        )
+        return request_key_extras(model_fingerprint=self._model_fingerprint, kv_dtype=self._kv_dtype, cache_salt=salt)
 
     def context_cache_metrics(self) -> ContextCacheMetrics | None:
         """Counters over the runtime's life; None when the cache is disabled."""

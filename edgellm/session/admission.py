@@ -54,6 +54,11 @@ class SessionAdmission(SessionFrame):
                 )
                 resident.sampling = self._make_sampling(request, prompt)
                 return self._reserve_and_seat(resident)
+            except Exception:
+                raise
+            except BaseException:
+                self._lose(f"the admission of request {request_id} was interrupted; what it leased is unknown")
+                raise
             finally:
                 if self._seats[ref.slot] is None:
                     self._slots.release(ref)

@@ -171,9 +171,7 @@ class SessionFrame(RuntimeSession):
     def _release_everything(self) -> None:
         """At close: return every lease and whatever was acquired by opening."""
 
-    def _make_sampling(
-        self, request: LLMGenerationRequest, prompt: npt.NDArray[np.int32]
-    ) -> SamplingState | None:
+    def _make_sampling(self, request: LLMGenerationRequest, prompt: npt.NDArray[np.int32]) -> SamplingState | None:
         """What the sampler remembers of the sequence, or None where no sampler runs.
 
         Raises:

@@ -48,14 +48,10 @@ class RankRuntimeSession(SessionCore):
 
     def __init__(self, runtime: LLMRankRuntime, options: SessionOptions) -> None:
         compact, reason = runtime.resolve_compact(options)
-        super().__init__(
-            geometry=runtime.geometry, tokenizer=runtime.tokenizer, compact=compact, compact_reason=reason
-        )
+        super().__init__(geometry=runtime.geometry, tokenizer=runtime.tokenizer, compact=compact, compact_reason=reason)
         self._runtime = runtime
         self._coordinator = runtime.coordinator
-        self._lowering = BatchLowering(
-            max_sequences=runtime.geometry.max_batch_size, page_rows=runtime.page_table.rows
-        )
+        self._lowering = BatchLowering(max_sequences=runtime.geometry.max_batch_size, page_rows=runtime.page_table.rows)
         self._request = self._open_container()
         self._growth = GrowthReserve(runtime.coordinator.manager, runtime.geometry) if runtime.reserve_growth else None
         self._step_prepared = False
@@ -87,9 +83,11 @@ class RankRuntimeSession(SessionCore):
             raise AdmissionError(str(error)) from error
 
     def _reserve(self, resident: Resident) -> Reservation:
-        growth = self._growth
-        if growth is not None and not growth.may_fit(resident, self._request, self._order):
-            return Reservation(AdmissionStatus.NO_CAPACITY, reason=_PRESSURE)
+        growth, reserve = self._growth, 0
+        if growth is not None:
+            if not growth.may_fit(resident, self._request, self._order):
+                return Reservation(AdmissionStatus.NO_CAPACITY, reason=_PRESSURE)
+            reserve = growth.pages_to_reserve(resident, self._request, self._order)
         request = resident.request
         admission = ContextCacheSequenceAdmission(
             token_ids=resident.prompt,
@@ -98,17 +96,15 @@ class RankRuntimeSession(SessionCore):
             lookup_policy=request.lookup_policy,
             commit_policy=request.commit_policy,
         )
-        result = self._coordinator.admit_sequence(self._request, admission, self._geometry.headroom)
+        result = self._coordinator.admit_sequence(
+            self._request, admission, self._geometry.headroom, reserve_pages=reserve
+        )
         if result.status is ContextCacheCoordinatorStatus.POISONED:
             raise BrokenInvariantError("the context cache is poisoned by an earlier device failure")
         if result.status is not _OK:
             if result.insufficient_capacity:
                 return Reservation(AdmissionStatus.NO_CAPACITY, reason=_PRESSURE)
             return Reservation(AdmissionStatus.REJECTED, reason="the context cache cannot hold the prompt")
-        if growth is not None and not growth.covered(resident, self._request, self._order):
-            self._unreserve(resident)
-            growth.refuse(resident, self._request, self._order)
-            return Reservation(AdmissionStatus.NO_CAPACITY, reason=_PRESSURE)
         return Reservation(AdmissionStatus.ADMITTED, prefill_start=result.prefill_start, reuse=result.reuse)
 
     def _unreserve(self, resident: Resident) -> None:

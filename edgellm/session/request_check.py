@@ -17,6 +17,7 @@ MAX_PROMPT_TEXT_BYTES = 1 << 20
 MAX_CONTENT_ITEM_BYTES = 128 << 10
 MAX_MESSAGES = 4096  # a guard against nonsense; the text limit and the context bound real chats
 MAX_CONTENT_ITEMS = 18
+MAX_CACHE_SALT_BYTES = 4096
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -67,6 +68,7 @@ def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
             f"a request has exactly one of prompt_token_ids, prompt and messages; "
             f"this one has {', '.join(given) if given else 'none'}"
         )
+    check_cache_salt(request.cache_salt)
     if request.prompt is not None:
         _check_text(request.prompt, "prompt", MAX_PROMPT_TEXT_BYTES)
     if request.messages is not None:
@@ -78,6 +80,16 @@ def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
             )
 
 
+def check_cache_salt(salt: object) -> None:
+    """None, or text of at most `MAX_CACHE_SALT_BYTES`.
+
+    Raises:
+        AdmissionError: it is neither.
+    """
+    if salt is not None:
+        _check_text(salt, "cache_salt", MAX_CACHE_SALT_BYTES)
+
+
 def _check_text(text: object, name: str, limit: int) -> int:
     """Bytes of `text`."""
     if not isinstance(text, str):
@@ -87,7 +99,7 @@ def _check_text(text: object, name: str, limit: int) -> int:
     except UnicodeEncodeError as error:
         raise AdmissionError(f"{name} is not valid Unicode text ({error.reason}); remove lone surrogates") from error
     if size > limit:
-        raise AdmissionError(f"{name} has {size} bytes, the limit is {limit}; shorten it or pass token ids")
+        raise AdmissionError(f"{name} has {size} bytes, the limit is {limit}; shorten it")
     return size
 
 

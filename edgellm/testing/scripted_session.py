@@ -150,9 +150,7 @@ class ScriptedSession(SessionCore):
     """`SessionCore` over a `Script`."""
 
     def __init__(self, runtime: ScriptedRuntime, *, compact: bool, reason: str) -> None:
-        super().__init__(
-            geometry=runtime.geometry, tokenizer=runtime.tokenizer, compact=compact, compact_reason=reason
-        )
+        super().__init__(geometry=runtime.geometry, tokenizer=runtime.tokenizer, compact=compact, compact_reason=reason)
         self._runtime = runtime
 
     def admit(self, request: LLMGenerationRequest, request_id: Any, cancel_token: Any = None) -> Any:

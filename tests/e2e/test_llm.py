@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,9 +54,7 @@ def toy_parts(*, num_pages: int = NUM_PAGES, max_batch_size: int = 4) -> Parts:
         executor, tokenizer, deployment, plugins=load_plugins(autoload=False), model_fingerprint="toy", kv_dtype="int64"
     )
     executor.watch(runtime.coordinator.manager.pools)
-    limits = PromptLimits(
-        vocab_size=VOCAB, max_model_len=MAX_LEN, pool_tokens=num_pages * PAGE, headroom_tokens=1
-    )
+    limits = PromptLimits(vocab_size=VOCAB, max_model_len=MAX_LEN, pool_tokens=num_pages * PAGE, headroom_tokens=1)
     budget = MemoryBudget(bytes_per_page=8 * PAGE, num_pages=num_pages, page_size=PAGE, max_model_len=MAX_LEN)
     return Parts("toy", runtime, tokenizer, EngineConfig(step_token_budget=32), limits, budget)
 
@@ -77,10 +76,11 @@ def llm(parts: Parts) -> Iterator[LLM]:
 
 def wait_until_idle(model: LLM) -> None:
     """Nothing pending and nobody resident; without further traffic."""
+    engine = model._open_engine("test")
     deadline = time.monotonic() + 10
-    while (model._engine.pending() or model._engine.resident()) and time.monotonic() < deadline:
+    while (engine.pending() or engine.resident()) and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert (model._engine.pending(), model._engine.resident()) == (0, 0)
+    assert (engine.pending(), engine.resident()) == (0, 0)
 
 
 # ---- generate -------------------------------------------------------------------------------------------
@@ -354,6 +354,17 @@ def test_close_cancels_what_runs(parts: Parts) -> None:
     with pytest.raises(RequestCancelled):
         list(iterator)
     require_baseline(parts.runtime.coordinator)
+
+
+def test_close_lets_go_of_the_memory(tiny_model_dir: Path) -> None:
+    model = LLM(tiny_model_dir, kv_budget=1024, page_size=16)
+    model.generate("hello", GREEDY)
+    executor = weakref.ref(model._runtime.executor)  # type: ignore[union-attr]
+    model.close()
+    gc.collect()
+    assert executor() is None
+    with pytest.raises(ContractViolation, match="cache_metrics: this LLM is closed"):
+        model.cache_metrics()
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, True])

@@ -1,6 +1,6 @@
 """Many random cache operations with all observables compared after each; longer runs on demand.
 
-    EDGELLM_FUZZ_OPERATIONS=1000000 EDGELLM_FUZZ_SEED=7 pytest tests/fuzz/test_random_operations.py
+EDGELLM_FUZZ_OPERATIONS=1000000 EDGELLM_FUZZ_SEED=7 pytest tests/fuzz/test_random_operations.py
 """
 
 from __future__ import annotations
@@ -71,8 +71,21 @@ def evict_all(rng: random.Random, driver: CacheDriver) -> None:
 
 WITHOUT_LIVE: list[Callable[[random.Random, CacheDriver], None]] = [acquire, evict_record, evict_all]
 WITH_LIVE = [
-    acquire, acquire, grow, ensure_coverage, publish, publish, publish, append, append, append, rebind, release,
-    release, evict_record, evict_all,
+    acquire,
+    acquire,
+    grow,
+    ensure_coverage,
+    publish,
+    publish,
+    publish,
+    append,
+    append,
+    append,
+    rebind,
+    release,
+    release,
+    evict_record,
+    evict_all,
 ]
 
 

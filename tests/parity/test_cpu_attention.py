@@ -45,8 +45,14 @@ def attend(
     matrix[1:, : num_heads * head_dim] = query.flatten(1)
     out = torch.full((num_rows + 1, num_heads * head_dim), 7.0, dtype=query.dtype)
     plan = PagedAttention(
-        pages=pages, num_heads=num_heads, query_dtype=query.dtype, query_rows=np.arange(1, num_rows + 1),
-        page_rows=page_rows, slots=slots, lengths=lengths, scale=head_dim**-0.5,
+        pages=pages,
+        num_heads=num_heads,
+        query_dtype=query.dtype,
+        query_rows=np.arange(1, num_rows + 1),
+        page_rows=page_rows,
+        slots=slots,
+        lengths=lengths,
+        scale=head_dim**-0.5,
     )
     plan.run(pages, matrix, out)
     assert bool((out[0] == 7.0).all())
@@ -124,8 +130,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 def test_a_row_that_its_pages_do_not_cover_is_refused(slot_pages: list[int], length: int) -> None:
     pages = random_pages(8, 1, 16, 16, torch.float32)
     with pytest.raises(InvalidArgumentError, match=f"slot 0 has length {length}.*grow the row"):
-        attend(pages, torch.randn(1, 2, 16), np.array([slot_pages], np.int32), np.array([0], np.int32),
-               np.array([length], np.int32))
+        attend(
+            pages,
+            torch.randn(1, 2, 16),
+            np.array([slot_pages], np.int32),
+            np.array([0], np.int32),
+            np.array([length], np.int32),
+        )
 
 
 @pytest.mark.parametrize("page_dtype", DTYPES)
@@ -179,8 +190,9 @@ def test_rope_equals_the_reference(head_dim: int, normed: bool, dtype: torch.dty
     if normed:
         expected = [ref_rows.rms_norm(part, norm, 1e-5) for part, norm in zip(expected, norms, strict=True)]
     result = rows.clone()
-    rope_(result, angles, num_heads=4, num_kv_heads=2, head_dim=head_dim, query_norm=norms[0], key_norm=norms[1],
-          eps=1e-5)
+    rope_(
+        result, angles, num_heads=4, num_kv_heads=2, head_dim=head_dim, query_norm=norms[0], key_norm=norms[1], eps=1e-5
+    )
     result = result.view(9, 8, head_dim)
     close(result[:, :4], ref_rows.rope(expected[0], angles), dtype)
     close(result[:, 4:6], ref_rows.rope(expected[1], angles), dtype)

@@ -50,6 +50,15 @@ class CacheMachine(RuleBasedStateMachine):
         base = self.driver.live[self.pick(data)]
         self.driver.acquire(base.namespace, base.tokens + more)
 
+    @precondition(lambda self: bool(self.driver.model.block_of))
+    @rule(data=st.data(), beyond=st.integers(-2, 1), reserve=st.integers(0, 2))
+    def acquire_cached_prompt_up_to_the_last_page(self, data: st.DataObject, beyond: int, reserve: int) -> None:
+        """A hit that needs about as many more pages as there are: what it shares cannot be evicted for it."""
+        model = self.driver.model
+        namespace, tokens = data.draw(st.sampled_from(sorted(model.page_of)))
+        pages = len(tokens) // model.page_size + len(model.free) + len(model.lru) + beyond
+        self.driver.acquire(namespace, [*tokens, 0], min_tokens=max(0, pages) * model.page_size, reserve=reserve)
+
     @precondition(has_live)
     @rule(data=st.data())
     def acquire_twin_in_flight(self, data: st.DataObject) -> None:

@@ -39,9 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
         options = SchedulingOptions(
             scheduling_policy="priority", preemption="pause", max_pause_steps=2, priority_reserved_slots=1
         )
-        config = EngineConfig(
-            command_queue_capacity=4, max_pending_requests=8, step_token_budget=4, scheduling=options
-        )
+        config = EngineConfig(command_queue_capacity=4, max_pending_requests=8, step_token_budget=4, scheduling=options)
         self.channel = EngineChannel(config, EngineMetrics())
         self.actor = EngineActor(
             channel=self.channel,

@@ -114,7 +114,9 @@ def test_172_colliding_blocks_live_side_by_side(mask: int) -> None:
 def test_namespaces_never_share(mask: int) -> None:
     index = BlockIndex(P, 8, mask)
     keys = [
-        BlockKeyExtras(), BlockKeyExtras(adapter=AdapterKey(0, 0)), BlockKeyExtras(adapter=AdapterKey(0, 1)),
+        BlockKeyExtras(),
+        BlockKeyExtras(adapter=AdapterKey(0, 0)),
+        BlockKeyExtras(adapter=AdapterKey(0, 1)),
         BlockKeyExtras(isolation_digest=Hash128(0, 0)),
     ]
     for page, extras in enumerate(keys):
@@ -135,7 +137,9 @@ def test_media_digests_are_compared_as_well(mask: int) -> None:
     cat, dog = Hash128(1, 1), Hash128(2, 2)
     with_cat = [None, cat, None, None]
     prompts = [
-        chain([5, 0, 6, 7]), chain([5, 0, 6, 7], media=with_cat), chain([5, 0, 6, 7], media=[None, dog, None, None]),
+        chain([5, 0, 6, 7]),
+        chain([5, 0, 6, 7], media=with_cat),
+        chain([5, 0, 6, 7], media=[None, dog, None, None]),
         chain([5, 0, 6, 7], media=[None, None, cat, None]),
     ]
     for page, prompt in enumerate(prompts):

@@ -5,7 +5,8 @@ Where the block tree changes a numbered behaviour, the new rule is tested under 
 - 69: a hit is held before anything is evicted and a held block is no victim, so it *stays* in the index.
 - 70: a block hit refreshes its blocks' recency (records keep their order).
 - 79, 81, 92: the cache reference of a page is 1 while a node holds it, however many records lie below.
-- 81: the later producer also holds the canonical node (path pin), so that what it publishes below stays reachable.
+- 81: the later producer takes over the canonical page and gives its own copy back, so that equal content is held once
+  and what it publishes below stays reachable.
 - 85, 86, 93 to 95 belong to the speculative and hybrid flavours.
 - 88: with `max_records=0` nothing enters the index at all.
 - 89: all that can fail comes before the first change, so the faults are injected there.
@@ -71,7 +72,7 @@ class Run:
 
     @property
     def path(self) -> list[int]:
-        return self.lease.canonical_pages.tolist()
+        return self.pages[: self.lease.published_block_count]
 
 
 def cached(manager: ContextCacheManager, tokens: Sequence[int]) -> int:
@@ -87,9 +88,14 @@ def snapshot(manager: ContextCacheManager) -> tuple[object, ...]:
     manager.check_invariants()
     base, index = manager.pools.base, manager.index
     return (
-        base.free_list(), [(base.active_ref(p), base.cache_ref(p)) for p in range(base.capacity)],
-        index.eviction_order(), [index.path_of(p) for p in range(base.capacity)], index.num_namespaces,
-        manager.records.lru_to_mru(), manager.metrics(), manager.num_live_leases,
+        base.free_list(),
+        [(base.active_ref(p), base.cache_ref(p)) for p in range(base.capacity)],
+        index.eviction_order(),
+        [index.path_of(p) for p in range(base.capacity)],
+        index.num_namespaces,
+        manager.records.lru_to_mru(),
+        manager.metrics(),
+        manager.num_live_leases,
     )
 
 
@@ -250,7 +256,8 @@ def test_73_foreign_and_released_leases_are_refused() -> None:
     manager, other = manager_of(4), manager_of(4)
     sequence = Run(manager, range(5))
     calls = [
-        lambda m, s: m.grow_base_pages(s.lease, 1), lambda m, s: m.ensure_base_pages(s.lease, 1),
+        lambda m, s: m.grow_base_pages(s.lease, 1),
+        lambda m, s: m.ensure_base_pages(s.lease, 1),
         lambda m, s: m.ensure_coverage([s.lease], [1], 1),
         lambda m, s: m.publish(s.lease, s.chain, 4, make_record=True),
         lambda m, s: m.append_tokens([s.lease], [s.chain], np.zeros(1, np.int32), True),
@@ -352,7 +359,7 @@ def test_80_more_blocks_than_pages_are_refused() -> None:
     assert manager.index.size == 0
 
 
-def test_81_first_producer_stays_canonical_and_the_later_one_holds_its_node() -> None:
+def test_81_first_producer_stays_canonical_and_the_later_one_takes_its_page_over() -> None:
     manager = manager_of(5)
     first = Run(manager, [*A, 9])
     second = Run(manager, [*A, *B])
@@ -361,12 +368,14 @@ def test_81_first_producer_stays_canonical_and_the_later_one_holds_its_node() ->
     done = second.publish()
     assert (done.status, done.new_block_count) == (PublishStatus.PUBLISHED, 1)
     assert manager.record(done.record).base_page_path == (0, 3)
-    assert (second.pages, second.path) == ([2, 3], [0, 3])
-    assert manager.pools.base.active_ref(0) == 2  # its own lease and the path pin
+    assert (second.pages, second.path, second.lease.rebound_page_count) == ([0, 3], [0, 3], 1)
+    assert (first.pages, first.lease.rebound_page_count) == ([0, 1], 0)
+    assert manager.pools.base.active_ref(0) == 2
+    assert manager.pools.base.free_list() == [4, 2]  # the second copy of block 0 is free at once
     first.lease.release()
-    assert manager.index.eviction_order() == []  # the path pin keeps block 0 from going before its child
+    assert manager.index.eviction_order() == []  # block 0 is held by the second and does not go before its child
     second.lease.release()
-    assert manager.pools.base.free_list() == [4, 1, 2]
+    assert manager.pools.base.free_list() == [4, 2, 1]
     assert manager.index.eviction_order() == [3, 0]
     manager.check_invariants()
 
@@ -379,7 +388,8 @@ def test_82_same_endpoint_again_is_touched() -> None:
     done = sequences[1].publish()
     assert (done.status, done.record, done.new_block_count) == (PublishStatus.EXISTING_RECORD, 1, 0)
     assert manager.records.lru_to_mru() == [2, 1]
-    assert manager.pools.base.cache_ref(sequences[1].pages[0]) == 0
+    assert sequences[1].pages[0] == sequences[0].pages[0]
+    assert manager.pools.base.cache_ref(sequences[0].pages[0]) == 1
 
 
 def test_84_chain_that_differs_from_the_lease_is_refused() -> None:
@@ -574,17 +584,47 @@ def test_evict_record_keeps_blocks_with_records_or_children() -> None:
             call(77)
 
 
-def test_evicted_path_pin_is_given_back() -> None:
+def test_a_page_taken_over_stays_leased_when_its_record_is_evicted() -> None:
     manager = manager_of(5)
     first = Run(manager, [*A, 9])
     second = Run(manager, [*A, 8])
     record = first.publish().record
     second.publish(make_record=False)
     first.lease.release()
-    manager.evict_record(record)  # held by the path pin of `second` only
-    assert (second.pages, second.path) == ([2, 3], [])
-    assert manager.pools.base.free_list() == [4, 1, 0]
+    manager.evict_record(record)  # held by `second` only
+    assert (second.pages, second.path) == ([0, 3], [])
+    assert manager.pools.base.free_list() == [4, 2, 1]
     manager.check_invariants()
+    second.lease.release()
+    assert manager.pools.base.free_list() == [4, 2, 1, 3, 0]
+
+
+def test_a_full_match_costs_no_more_pages_than_a_cold_run() -> None:
+    """The recomputed last block of a full match takes the canonical page over instead of holding both."""
+    manager = manager_of(3)
+    cached(manager, [*A, *B])
+    again = Run(manager, [*A, *B])
+    assert manager.grow_base_pages(again.lease, 1)
+    again.publish()
+    assert manager.available_pages == 0
+    again.lease.release()
+    assert manager.available_pages == 3
+
+
+def test_pages_promised_to_others_are_not_given_away() -> None:
+    manager = manager_of(6)
+    cached(manager, [*A, *B])
+    before = snapshot(manager)
+    prompt = chain([*A, *C, 1])
+    refused = manager.acquire_vanilla(prompt, reserve_pages=4)
+    assert (refused.status, refused.lease) == (AcquireStatus.INSUFFICIENT_CAPACITY, None)
+    assert snapshot(manager) == before
+    granted = manager.acquire_vanilla(prompt, reserve_pages=3)
+    assert granted.status is AcquireStatus.ACQUIRED
+    assert manager.available_pages == 3
+    for call in ({"reserve_pages": -1}, {"min_tokens": -1}):
+        with pytest.raises(InvalidArgumentError, match="-1"):
+            manager.acquire_vanilla(prompt, **call)
 
 
 def test_evict_all_forgets_everything_and_leaves_leases() -> None:
@@ -706,14 +746,14 @@ def test_rebind_leaves_at_least_one_token_to_compute() -> None:
     assert follower.pages == [0, 3]
 
 
-def test_rebind_keeps_what_the_sequence_published_itself() -> None:
+def test_rebind_goes_on_behind_blocks_that_were_taken_over() -> None:
     manager = manager_of(8)
     producer, follower = Run(manager, [*A, *B, 1]), Run(manager, [*A, *B, 1])
     producer.publish(4, make_record=False)
     follower.publish(4, make_record=False)
     producer.publish(8, make_record=False)
     assert manager.rebind(follower.lease, follower.chain) == 8
-    assert (follower.pages, follower.path) == ([3, 1, 5], [0, 1])
+    assert (follower.pages, follower.path) == ([0, 1, 5], [0, 1])
     manager.check_invariants()
 
 
@@ -725,11 +765,14 @@ def test_pools_index_and_records_of_a_manager_are_read_only() -> None:
     record = cached(manager, A)
     before = snapshot(manager)
     calls = [
-        lambda: manager.pools.base.allocate(1), lambda: manager.pools.base.add_cache_ref(0),
+        lambda: manager.pools.base.allocate(1),
+        lambda: manager.pools.base.add_cache_ref(0),
         lambda: manager.pools.base.release_cache_ref(0),
         lambda: manager.pools.allocate(ResourceDemand(base_kv_pages=1)),
-        lambda: manager.index.erase_page(0), lambda: manager.index.insert(chain(B), 0, 1),
-        lambda: manager.records.erase(record), lambda: manager.records.touch(record),
+        lambda: manager.index.erase_page(0),
+        lambda: manager.index.insert(chain(B), 0, 1),
+        lambda: manager.records.erase(record),
+        lambda: manager.records.touch(record),
     ]
     for call in calls:
         with pytest.raises(ContractViolation, match="belongs to a manager"):

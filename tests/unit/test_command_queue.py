@@ -236,9 +236,7 @@ def test_get_after_a_finished_stream_waits_for_the_outcome():
     handle = RequestHandle(record)
     with pytest.raises(TimeoutError):
         handle.get(0.01)
-    threading.Timer(
-        0.02, lambda: channel.terminate(record, TerminalStatus.COMPLETED, response=response())
-    ).start()
+    threading.Timer(0.02, lambda: channel.terminate(record, TerminalStatus.COMPLETED, response=response())).start()
     assert handle.get(10).text == "t"
 
 

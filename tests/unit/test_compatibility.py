@@ -67,9 +67,7 @@ def sampled(**changes: object) -> LLMGenerationRequest:
     return LLMGenerationRequest(sampling=SamplingParams(**changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("cls", "groups"), [(LLMGenerationRequest, REQUEST_GROUPS), (SamplingParams, SAMPLING_GROUPS)]
-)
+@pytest.mark.parametrize(("cls", "groups"), [(LLMGenerationRequest, REQUEST_GROUPS), (SamplingParams, SAMPLING_GROUPS)])
 def test_behaviour_15_every_field_is_classified_exactly_once(cls, groups):
     classified = [name for group in groups for name in group]
     assert sorted(classified) == sorted(field.name for field in dataclasses.fields(cls))

@@ -281,10 +281,10 @@ def test_115_forced_cold_counts():
         def __getattr__(self, name):
             return getattr(manager, name)
 
-        def acquire(self, plan, *, min_tokens):
+        def acquire(self, plan, *, min_tokens, reserve_pages):
             if plan.reuse_token_length:
                 min_tokens = 10**6
-            return manager.acquire(plan, min_tokens=min_tokens)
+            return manager.acquire(plan, min_tokens=min_tokens, reserve_pages=reserve_pages)
 
     rig.coordinator._manager = RefusesWarmPlans()
     before = rig.coordinator.metrics()

@@ -79,9 +79,7 @@ def built_parameters(signature: inspect.Signature) -> list[tuple[str, str, str |
     return [entry for entry in out if entry[0] != "self"]
 
 
-def same_parameters(
-    stub: list[tuple[str, str, str | None]], built: list[tuple[str, str, str | None]]
-) -> bool:
+def same_parameters(stub: list[tuple[str, str, str | None]], built: list[tuple[str, str, str | None]]) -> bool:
     """Equal names and kinds; a default of `...` in the stub stands for any."""
     if [entry[:2] for entry in stub] != [entry[:2] for entry in built]:
         return False

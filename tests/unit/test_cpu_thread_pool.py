@@ -33,8 +33,19 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 def product(x: torch.Tensor, weight: torch.Tensor, num_threads: int) -> torch.Tensor:
     out = torch.empty(len(x), len(weight))
-    _ops.skinny_linear(x.data_ptr(), weight.data_ptr(), 0, out.data_ptr(), len(x), x.shape[1], len(weight),
-                       False, False, True, num_threads)
+    _ops.skinny_linear(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0,
+        out.data_ptr(),
+        len(x),
+        x.shape[1],
+        len(weight),
+        False,
+        False,
+        True,
+        num_threads,
+    )
     return out
 
 

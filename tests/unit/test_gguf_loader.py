@@ -118,8 +118,11 @@ def write_gguf(
         if name not in skip:
             writer.add_float32(f"{family}.{name}", number)
     for name, item in (extra or {}).items():
-        add = writer.add_string if isinstance(item, str) else (
-            writer.add_float32 if isinstance(item, float) else writer.add_uint32)
+        add = (
+            writer.add_string
+            if isinstance(item, str)
+            else (writer.add_float32 if isinstance(item, float) else writer.add_uint32)
+        )
         add(name, item)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 3)
     for name, tensor in model.state_dict().items():
@@ -171,8 +174,11 @@ def test_metadata_becomes_the_config(tmp_path: Path) -> None:
 
 
 def test_scaled_rope_and_stored_factors(tmp_path: Path) -> None:
-    extra = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
-             "llama.rope.scaling.original_context_length": 32}
+    extra = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 32,
+    }
     rope = GgufSource(write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", extra=extra)).config.rope
     assert (rope.kind, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 32)
 

@@ -113,8 +113,19 @@ def budget_pages(budget: int | float | str | None) -> int:
 
 @pytest.mark.parametrize(
     ("budget", "pages"),
-    [(None, 32), (1, 1), (32, 1), (33, 2), (4096, 128), ("1GiB", 1024), ("512MB", 488), ("1.5 gib", 1536),
-     ("2097152", 2), (0.25, 1024), (1.0, 4096)],
+    [
+        (None, 32),
+        (1, 1),
+        (32, 1),
+        (33, 2),
+        (4096, 128),
+        ("1GiB", 1024),
+        ("512MB", 488),
+        ("1.5 gib", 1536),
+        ("2097152", 2),
+        (0.25, 1024),
+        (1.0, 4096),
+    ],
 )
 def test_budgets(budget: int | float | str | None, pages: int) -> None:
     assert budget_pages(budget) == pages

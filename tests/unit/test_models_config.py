@@ -61,9 +61,12 @@ def test_derived_sizes() -> None:
 def test_what_the_families_differ_in() -> None:
     flags = {
         name: (config.qkv_bias, config.o_bias, config.qk_norm, config.head_dim)
-        for name, config in (("llama", config_from_hf(LLAMA)), ("qwen2", config_from_hf(QWEN2)),
-                             ("qwen3", config_from_hf(QWEN3)),
-                             ("qwen3 biased", config_from_hf(QWEN3 | {"attention_bias": True})))
+        for name, config in (
+            ("llama", config_from_hf(LLAMA)),
+            ("qwen2", config_from_hf(QWEN2)),
+            ("qwen3", config_from_hf(QWEN3)),
+            ("qwen3 biased", config_from_hf(QWEN3 | {"attention_bias": True})),
+        )
     }
     assert flags == {
         "llama": (False, False, False, 8),
@@ -88,9 +91,11 @@ def test_one_eos_and_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-         r"MambaForCausalLM \(model_type 'mamba'\) is not supported; supported: LlamaForCausalLM \(llama\), "
-         r"Qwen2ForCausalLM \(qwen2\), Qwen3ForCausalLM \(qwen3\)"),
+        (
+            {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+            r"MambaForCausalLM \(model_type 'mamba'\) is not supported; supported: LlamaForCausalLM \(llama\), "
+            r"Qwen2ForCausalLM \(qwen2\), Qwen3ForCausalLM \(qwen3\)",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": [], "model_type": "gpt2"}, "no architecture"),
         ({"rope_theta": None}, r'config.json has no rope.*add "rope_theta": 10000.0'),

@@ -113,7 +113,10 @@ def test_resource_ids_come_grouped_by_type_in_enum_order() -> None:
     got = pools.allocate(ResourceDemand(2, 1, 1, 1))
     assert got is not None
     assert [(r.type.name, r.index) for r in got] == [
-        ("BASE_KV_PAGE", 0), ("BASE_KV_PAGE", 1), ("DRAFT_KV_PAGE", 0), ("RECURRENT_SNAPSHOT", 0),
+        ("BASE_KV_PAGE", 0),
+        ("BASE_KV_PAGE", 1),
+        ("DRAFT_KV_PAGE", 0),
+        ("RECURRENT_SNAPSHOT", 0),
         ("PARTIAL_KV_SNAPSHOT", 0),
     ]
     assert ResourceId(BASE, 0) != ResourceId(DRAFT, 0)

@@ -70,7 +70,14 @@ def demand(pages: int) -> ResourceDemand:
     ],
 )
 def test_vanilla_plan(
-    behaviour: int, cached_blocks: int, num_tokens: int, kind: str, matched: int, reuse: int, need: int, stop: str,
+    behaviour: int,
+    cached_blocks: int,
+    num_tokens: int,
+    kind: str,
+    matched: int,
+    reuse: int,
+    need: int,
+    stop: str,
     position: int,
 ) -> None:
     index = index_with(cached_blocks)

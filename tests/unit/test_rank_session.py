@@ -231,9 +231,7 @@ def test_without_the_reserve_a_row_that_finds_no_page_fails_alone(benches: list[
             assert "raise kv_budget" in snapshot.error_message
 
 
-def test_behaviours_19_and_165_failed_lease_loses_the_session(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behaviours_19_and_165_failed_lease_loses_the_session(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise StepDeviceError("copy engine hung")
 

@@ -21,8 +21,17 @@ SCALED: list[tuple[str, dict[str, Any]]] = [
     ("llama3", LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 512}),
     ("yarn", {"factor": 4.0, "original_max_position_embeddings": 32768}),
     ("yarn", {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 0.5}),
-    ("yarn", {"factor": 2.0, "original_max_position_embeddings": 64, "truncate": False, "beta_fast": 8,
-              "beta_slow": 2, "attention_factor": 1.25}),
+    (
+        "yarn",
+        {
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "attention_factor": 1.25,
+        },
+    ),
     ("yarn", {"factor": 0.5, "original_max_position_embeddings": 2048}),
 ]
 
@@ -32,7 +41,9 @@ SCALED: list[tuple[str, dict[str, Any]]] = [
 def test_scaled_frequencies_equal_transformers(kind: str, values: dict[str, Any], head_dim: int) -> None:
     values = {"rope_theta": 500000.0, **values}
     config = LlamaConfig(
-        hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=131072,
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
         rope_parameters={"rope_type": kind, **values},
     )
     expected, expected_scale = ROPE_INIT_FUNCTIONS[kind](config)
@@ -53,8 +64,9 @@ def test_stored_factors_divide_the_frequencies() -> None:
 
 
 def test_angles_are_cosine_and_sine_times_the_scale() -> None:
-    angles = RotaryAngles(RopeConfig(theta=100.0, kind="yarn", factor=4.0, original_max_positions=64,
-                                     attention_factor=2.0), 4)
+    angles = RotaryAngles(
+        RopeConfig(theta=100.0, kind="yarn", factor=4.0, original_max_positions=64, attention_factor=2.0), 4
+    )
     table = angles(torch.tensor([0, 3], dtype=torch.int32))
     assert table.shape == (2, 2, 2)
     assert table[:, 0].tolist() == [[2.0, 2.0], [0.0, 0.0]]

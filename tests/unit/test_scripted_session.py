@@ -53,13 +53,9 @@ def core(drive: SessionDriver) -> ScriptedSession:
 
 
 def request(prompt: str = "hello!", *, channel: StreamChannel | None = None, **fields: Any) -> LLMGenerationRequest:
-    params = {
-        name: fields.pop(name) for name in list(fields) if name in SamplingParams.__dataclass_fields__
-    }
+    params = {name: fields.pop(name) for name in list(fields) if name in SamplingParams.__dataclass_fields__}
     params.setdefault("max_tokens", 8)
-    return LLMGenerationRequest(
-        prompt=prompt, sampling=SamplingParams(**params), stream_channel=channel, **fields
-    )
+    return LLMGenerationRequest(prompt=prompt, sampling=SamplingParams(**params), stream_channel=channel, **fields)
 
 
 def fingerprint(drive: SessionDriver) -> object:

@@ -46,8 +46,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     check_vector("weight", weight, x.shape[1])
     if out.dtype != x.dtype or out.shape[0] != x.shape[0]:
         raise InvalidArgumentError(f"out is {tuple(out.shape)} {out.dtype}; {tuple(x.shape)} {x.dtype} is needed")
-    _ops.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1],
-                  x.dtype == torch.bfloat16, eps, kernel_threads())
+    _ops.rms_norm(
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        x.dtype == torch.bfloat16,
+        eps,
+        kernel_threads(),
+    )
 
 
 def rope_(
@@ -109,5 +117,6 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     check_rows("out", out)
     if out.dtype != gate_up.dtype or out.shape[0] != gate_up.shape[0]:
         raise InvalidArgumentError(f"out is {tuple(out.shape)} {out.dtype}; it does not match gate_up")
-    _ops.silu_mul(gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1],
-                  out.dtype == torch.bfloat16, kernel_threads())
+    _ops.silu_mul(
+        gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1], out.dtype == torch.bfloat16, kernel_threads()
+    )

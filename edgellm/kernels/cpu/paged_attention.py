@@ -88,9 +88,19 @@ class PagedAttention:
         )
         rows_at, pages_at, tables_at, lengths_at, segments_at, scratch_at = (a.ctypes.data for a in self._arrays)
         self._rows = _ops.AttentionRows(
-            self._shape, pages.dtype == torch.bfloat16, rows_at, pages_at, tables_at, lengths_at, segments_at,
-            scratch_at, len(lengths), num_heads,
-            query_dtype == torch.bfloat16, scale, helper_threads() if short_step else kernel_threads(),
+            self._shape,
+            pages.dtype == torch.bfloat16,
+            rows_at,
+            pages_at,
+            tables_at,
+            lengths_at,
+            segments_at,
+            scratch_at,
+            len(lengths),
+            num_heads,
+            query_dtype == torch.bfloat16,
+            scale,
+            helper_threads() if short_step else kernel_threads(),
         )
 
     def run(self, pages: torch.Tensor, query: torch.Tensor, out: torch.Tensor) -> None:
@@ -111,8 +121,9 @@ class PagedAttention:
                 f"{self._width} columns of {self._query_dtype}"
             )
         if min(query.shape[0], out.shape[0]) <= self._last_row:
-            raise InvalidArgumentError(f"query has {query.shape[0]} rows and out {out.shape[0]}; "
-                                       f"row {self._last_row} is asked for")
+            raise InvalidArgumentError(
+                f"query has {query.shape[0]} rows and out {out.shape[0]}; row {self._last_row} is asked for"
+            )
         self._rows.run(pages.data_ptr(), query.data_ptr(), query.shape[1], out.data_ptr(), out.shape[1])
 
     def _check_rows(
@@ -147,8 +158,10 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offset
     shape = check_pages(pages)
     rows = (len(offsets), shape[0], shape[2])
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape != rows or tensor.stride()[1:] != (shape[2], 1) or tensor.dtype not in (
-            torch.float32, torch.bfloat16
+        if (
+            tensor.shape != rows
+            or tensor.stride()[1:] != (shape[2], 1)
+            or tensor.dtype not in (torch.float32, torch.bfloat16)
         ):
             raise InvalidArgumentError(
                 f"{name} is {tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}; {rows} is needed"
@@ -160,8 +173,16 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offset
     if len(offsets) and offsets.max() >= pages.shape[0] * shape[1]:
         raise InvalidArgumentError(f"offset {offsets.max()} is beyond the last place {pages.shape[0] * shape[1] - 1}")
     _ops.write_kv(
-        pages.data_ptr(), shape, pages.dtype == torch.bfloat16, key.data_ptr(), value.data_ptr(), key.stride(0),
-        key.dtype == torch.bfloat16, offsets.ctypes.data, len(offsets), kernel_threads(),
+        pages.data_ptr(),
+        shape,
+        pages.dtype == torch.bfloat16,
+        key.data_ptr(),
+        value.data_ptr(),
+        key.stride(0),
+        key.dtype == torch.bfloat16,
+        offsets.ctypes.data,
+        len(offsets),
+        kernel_threads(),
     )
 
 
@@ -179,6 +200,13 @@ def gather_kv(pages: torch.Tensor, page_ids: npt.NDArray[np.int32], length: int)
         )
     used = np.ascontiguousarray(used, np.int32)
     out = torch.empty((2, shape[0], length, shape[2]), dtype=pages.dtype)
-    _ops.gather_kv(pages.data_ptr(), shape, pages.dtype == torch.bfloat16, used.ctypes.data, length, out.data_ptr(),
-                   kernel_threads())
+    _ops.gather_kv(
+        pages.data_ptr(),
+        shape,
+        pages.dtype == torch.bfloat16,
+        used.ctypes.data,
+        length,
+        out.data_ptr(),
+        kernel_threads(),
+    )
     return out

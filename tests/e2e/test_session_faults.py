@@ -1,0 +1,181 @@
+"""Faults found by attacking the session: each stays fixed here, on the toy model, recounted at the end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from edgellm._core.block_hash import TokenChain
+from edgellm.cache.types import ReuseStopReason
+from edgellm.errors import AdmissionError
+from edgellm.request import LLMGenerationRequest
+from edgellm.sampling.params import SamplingParams
+from edgellm.session.frame import SessionState
+from edgellm.session.types import AdmissionStatus, FinishReason, SessionOptions
+from edgellm.testing.recount import recount, require_baseline
+from edgellm.testing.session_driver import SessionDriver
+from edgellm.testing.toy import toy_generate
+from edgellm.testing.toy_runtime import TOY_VOCAB_SIZE, ToyRuntime
+
+Open = Callable[..., tuple[ToyRuntime, SessionDriver]]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens a toy runtime with a compact session; all of them must be at baseline at the end."""
+    made: list[tuple[ToyRuntime, SessionDriver]] = []
+
+    def make(**geometry: object) -> tuple[ToyRuntime, SessionDriver]:
+        runtime = ToyRuntime(**{"page_size": 4, "max_kv_capacity": 64, **geometry})  # type: ignore[arg-type]
+        driver = SessionDriver(runtime.open_session(SessionOptions(allow_compact_execution=True)))
+        made.append((runtime, driver))
+        return made[-1]
+
+    yield make
+    for runtime, driver in made:
+        driver.session.close()
+        require_baseline(runtime.coordinator)
+
+
+def request(prompt: object, max_tokens: int, **fields: object) -> LLMGenerationRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return LLMGenerationRequest(prompt_token_ids=prompt, sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def cold(prompt: list[int], max_tokens: int) -> list[int]:
+    return toy_generate(prompt, max_tokens, TOY_VOCAB_SIZE)
+
+
+def test_a_repeated_prompt_needs_no_more_pages_than_the_first_time(opened: Open) -> None:
+    """A full match recomputes its last block: holding that copy beside the cached page starved the answer."""
+    _, drive = opened(num_pages=4)
+    prompt = list(range(10, 18))
+    for number in (1, 2, 3):
+        assert drive.admit(request(prompt, 7)).status is AdmissionStatus.ADMITTED
+        drive.run()
+        assert drive.finished[number].terminal_reason is FinishReason.LENGTH
+        assert drive.finished[number].generated_ids == cold(prompt, 7)
+
+
+@pytest.mark.parametrize("num_pages", range(8, 24))
+def test_everybody_admitted_runs_to_the_end_when_twins_share_blocks(opened: Open, num_pages: int) -> None:
+    """Twins in flight publish the same blocks; what they hold twice must not eat pages promised to others."""
+    _, drive = opened(num_pages=num_pages, page_size=2)
+    twin, other = list(range(10, 15)), list(range(100, 112))
+    drive.admit(request(twin, 12))
+    for _ in range(7):
+        drive.step_all()
+    drive.admit(request(twin, 12))
+    while 1 in drive.live:
+        drive.step_all()
+    drive.admit(request(other, 4))
+    drive.run()
+    for number, snapshot in drive.finished.items():
+        assert snapshot.terminal_reason is FinishReason.LENGTH, (number, snapshot.error_message)
+        prompt = snapshot.raw_input_ids
+        assert snapshot.generated_ids == cold(prompt, len(snapshot.generated_ids))
+
+
+def test_prompts_given_as_arrays_wait_like_any_other(opened: Open) -> None:
+    """Two refused requests with array prompts were compared with `==` and lost the session."""
+    _, drive = opened(num_pages=11)
+    drive.admit(request(np.arange(10, 20), 16))
+    drive.step_all()
+    assert drive.admit(request(np.arange(30, 40), 6)).status is AdmissionStatus.ADMITTED
+    for _ in range(2):
+        assert drive.admit(request(np.arange(50, 60), 16)).status is AdmissionStatus.NO_CAPACITY
+        assert drive.admit(request(np.arange(60, 70), 16)).status is AdmissionStatus.NO_CAPACITY
+    drive.run()
+    assert drive.admit(request(np.arange(50, 60), 16)).status is AdmissionStatus.ADMITTED
+    drive.run()
+
+
+@pytest.mark.parametrize("salt", ["\ud800", 7, b"x", "s" * 5000])
+def test_a_malformed_salt_refuses_its_own_request_only(opened: Open, salt: object) -> None:
+    _, drive = opened()
+    drive.admit(request([1, 2, 3], 4))
+    drive.step_all()
+    with pytest.raises(AdmissionError, match="cache_salt"):
+        drive.admit(request([5, 6, 7], 6, cache_salt=salt))
+    assert drive.session.state is SessionState.OPEN
+    drive.run()
+    assert drive.finished[1].generated_ids == cold([1, 2, 3], 4)
+
+
+def test_a_refusal_for_lack_of_pages_evicts_nothing_and_counts_nothing(opened: Open) -> None:
+    runtime, drive = opened(num_pages=12)
+    old = list(range(10, 26))
+    drive.admit(request(old, 1))
+    drive.run()
+    drive.admit(request(list(range(100, 108)), 12))
+    drive.step_all()
+    index, counters = runtime.coordinator.manager.index, runtime.coordinator.counters
+    chain = TokenChain(4, runtime.key_extras(request(old, 1)))
+    chain.extend(old)
+    before = (len(index.lookup_prefix(chain)), counters.admitted_sequences, recount(runtime.coordinator))
+    refused = 0
+    for length in range(1, 40):
+        result = drive.session.admit(request(list(range(200, 200 + length)), 20), 1000 + length)
+        if result.status is AdmissionStatus.NO_CAPACITY:
+            refused += 1
+            assert (
+                len(index.lookup_prefix(chain)),
+                counters.admitted_sequences,
+                recount(runtime.coordinator),
+            ) == before
+        else:
+            before = (len(index.lookup_prefix(chain)), counters.admitted_sequences, recount(runtime.coordinator))
+    assert refused > 10
+
+
+def test_an_interrupt_inside_admission_loses_the_session_and_no_page(opened: Open, monkeypatch) -> None:
+    runtime, drive = opened()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drive.session, "_seat", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        drive.admit(request([1, 2, 3], 4))
+    assert drive.session.state is SessionState.LOST
+    drive.session.close()
+    require_baseline(runtime.coordinator)
+
+
+def test_an_interrupt_while_closing_quarantines_what_may_still_run() -> None:
+    armed = [False]
+
+    def synchronize(_: object) -> bool:
+        if armed[0]:
+            armed[0] = False
+            raise KeyboardInterrupt
+        return True
+
+    runtime = ToyRuntime(synchronizer=synchronize)
+    drive = SessionDriver(runtime.open_session(SessionOptions(allow_compact_execution=True)))
+    drive.admit(request([1, 2, 3], 40))
+    drive.step_all()
+    armed[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        drive.session.close()
+    gc.collect()
+    assert runtime.coordinator.metrics().quarantined_requests == 1
+    assert recount(runtime.coordinator).leased > 0
+    assert runtime.coordinator.recover()
+    require_baseline(runtime.coordinator)
+    runtime.close()
+
+
+def test_the_report_of_a_follower_says_full_when_it_got_everything(opened: Open) -> None:
+    _, drive = opened()
+    prompt = list(range(10, 27))
+    drive.admit(request(prompt, 3))
+    drive.admit(request(prompt, 3))
+    drive.step(drive.context(1, 16))
+    drive.run()
+    reuse = drive.finished[2].reuse
+    assert (reuse.reused_tokens, reuse.stop_reason, reuse.stop_position) == (16, ReuseStopReason.FULL, 16)
+    assert drive.finished[2].generated_ids == cold(prompt, 3)
