@@ -3,8 +3,8 @@
 Every operation first does all that can fail (checks, room in vectors, a new namespace or record), then changes state
 by moves that cannot fail.  A refusal or an exception therefore leaves everything as it was.
 
-How the tree stays evictable in O(1).  The leading pages of a lease, as many as it has published blocks, are the pages of
-a root-contiguous path of nodes: blocks it shares and blocks it published.  Where another sequence published a block
+How the tree stays evictable in O(1).  The leading pages of a lease, as many as it has published blocks, are the pages
+of a root-contiguous path of nodes: blocks it shares and blocks it published.  Where another sequence published a block
 first, the lease takes over that canonical page and gives its own copy back, so equal content is held once.  A held
 node therefore has held ancestors.  Release lets go of the deepest block first and each node that nobody holds any more
 goes to the MRU end of one list; so a child always stands before its ancestors, and the front is always a leaf.
@@ -441,7 +441,7 @@ cdef class ContextCacheManager:
     # Publication
 
     cdef Py_ssize_t find_path(self, CacheRequestLease lease, TokenChain chain, Py_ssize_t limit) except -1:
-        """Walk on from the lease's published blocks into `scratch`, over blocks others published; how many there are."""
+        """Walk on from the lease's published blocks into `scratch`, over blocks others published; their number."""
         cdef Py_ssize_t start = lease.published_block_count
         cdef node_id_t parent
         if limit <= start:
