@@ -73,6 +73,11 @@ class BrokenInvariantError(EdgeLLMError, RuntimeError):
     """Internal state is wrong or unknown.  Stop using the object that raised this."""
 
 
+# What code that is not ours (plugins, callbacks) may raise without taking others with it.  An interrupt of the
+# process is nobody's failure and passes.
+FOREIGN_ERRORS = (Exception, SystemExit)
+
+
 class InvariantError(BrokenInvariantError):
     """A data structure of the cache contradicts itself."""
 

@@ -49,7 +49,14 @@ from edgellm.cache.types import (
     ResourceDemand,
     ResourceType,
 )
-from edgellm.errors import BrokenInvariantError, ContractViolation, InvalidArgumentError, InvariantError, PluginError
+from edgellm.errors import (
+    FOREIGN_ERRORS,
+    BrokenInvariantError,
+    ContractViolation,
+    InvalidArgumentError,
+    InvariantError,
+    PluginError,
+)
 from edgellm.log import get_logger
 from edgellm.plugins import PolicyRegistration, choose_policy, load_plugins, missing_policy_distribution
 
@@ -527,7 +534,7 @@ class ContextCacheCoordinator:
         hook: Callable[[], Status | None],
         advances: Sequence[ContextCacheSequenceAdvance] | None = None,
     ) -> Status:
-        """Run a policy hook; when it raises, make the ledger whole and switch the policy off.
+        """Run a policy hook; when it raises, or does not apply `advances`, make the ledger whole and switch it off.
 
         A container goes on unpublished (its residents' text does not depend on publication); a batch
         request ends.  An invariant error is ours, not the plugin's: it propagates.
@@ -535,10 +542,14 @@ class ContextCacheCoordinator:
         impl = request.impl
         applied_before = impl.advances_applied
         try:
-            return hook() or Status.OK
+            status = hook() or Status.OK
+            if advances is None or impl.advances_applied != applied_before:
+                return status
+            logger.error("publication policy %r did not apply a step's advances; it is switched off", impl.policy.name)
+            self.counters.policy_failures += 1
         except BrokenInvariantError:
             raise
-        except Exception:
+        except FOREIGN_ERRORS:
             logger.exception("publication policy %r raised; it is switched off for its request", impl.policy.name)
             self.counters.policy_failures += 1
         impl.publication_policy = LedgerOnlyPolicy(self)
@@ -569,7 +580,7 @@ class ContextCacheCoordinator:
             raise ContractViolation(f"compaction needs an executing request; this one is {impl.phase.value}")
         self._require_no_compaction(impl, "begin_batch_compaction")
         check_mapping(old_to_new, new_batch_size, num_sequences=len(impl.sequences))
-        status = impl.policy.on_terminalize(request)
+        status = self._guarded(request, lambda: impl.policy.on_terminalize(request))
         if status is not Status.OK:
             return status
         if impl.has_pending_device_work():
@@ -630,7 +641,7 @@ class ContextCacheCoordinator:
         impl = self._impl(request)
         try:
             terminalized = impl.policy.on_terminalize(request) is Status.OK
-        except Exception:
+        except FOREIGN_ERRORS:
             logger.exception("publication policy %r raised while finishing", impl.policy.name)
             self.counters.policy_failures += 1
             terminalized = True  # the wait below decides; what it would have published is lost

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 import warnings
 import weakref
@@ -16,7 +17,11 @@ from edgellm.engine.command_queue import EngineChannel, ShutdownMode
 from edgellm.engine.config import EngineConfig
 from edgellm.engine.metrics import EngineMetrics
 from edgellm.engine.records import RequestHandle, RequestRecord
-from edgellm.errors import CallerError, ContractViolation, InvalidArgumentError
+from edgellm.errors import (
+    CallerError,
+    ContractViolation,
+    InvalidArgumentError,
+)
 from edgellm.session.request_check import check_supported
 from edgellm.session.types import SessionOptions
 from edgellm.streaming import StreamChannel
@@ -68,6 +73,7 @@ class RequestEngine:
                 the caller's.
         """
         config = EngineConfig() if config is None else config
+        self._process_id = os.getpid()
         self._metrics = EngineMetrics()
         self._channel = EngineChannel(config, self._metrics)
         open_session, close_runtime = _adapt(source)
@@ -100,7 +106,13 @@ class RequestEngine:
             UnsupportedRequestError: a kind of request that is never served.
             InvalidArgumentError: its stream channel was used before.
             SubmitError: too many are pending, the queue is full, or the engine is ending; may pass.
+            ContractViolation: this process was forked from the one the engine runs in.
         """
+        if os.getpid() != self._process_id:
+            raise ContractViolation(
+                f"the engine runs in process {self._process_id} and this is its fork {os.getpid()}, where its thread "
+                "does not exist; make a new one here, or start workers with the 'spawn' method"
+            )
         check_supported(request)
         _check_channel(request.stream_channel)
         request_id = self._channel.reserve()

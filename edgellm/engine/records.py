@@ -9,7 +9,12 @@ import time
 from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
-from edgellm.errors import ContractViolation, RequestCancelled, RequestFailed
+from edgellm.errors import (
+    FOREIGN_ERRORS,
+    ContractViolation,
+    RequestCancelled,
+    RequestFailed,
+)
 from edgellm.log import get_logger
 from edgellm.request import CancelToken
 
@@ -123,7 +128,7 @@ class RequestRecord:
         for callback in callbacks:
             try:
                 callback()
-            except Exception:
+            except FOREIGN_ERRORS:
                 # A caller's mistake must not reach the engine's thread.
                 _logger.exception("request %d: a done callback raised", self.id)
 

@@ -12,6 +12,7 @@ from edgellm.errors import InvalidArgumentError
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGPROBS = 50
 MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LENGTH = 1024  # every text piece is compared with every beginning of a stop string
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,10 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgumentError(f"stop contains {text!r}; each stop string must be non-empty text")
+            if len(text) > MAX_STOP_STRING_LENGTH:
+                raise InvalidArgumentError(
+                    f"a stop string has {len(text)} characters, the limit is {MAX_STOP_STRING_LENGTH}; use a shorter one"
+                )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids entry", token_id, low=0, high=2**31 - 1)
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgellm.errors import CompactRefusedError, InvariantError
+from edgellm.errors import (
+    FOREIGN_ERRORS,
+    CompactRefusedError,
+    InvariantError,
+)
 from edgellm.log import get_logger
 from edgellm.session.admission import SessionAdmission
 from edgellm.session.channels import emit_chunk
@@ -65,7 +69,7 @@ class SessionCore(SessionAdmission):
             self._run_rows(step)
         except CompactRefusedError as error:
             return self._refused(step, str(error))
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
             _logger.exception("step %d failed", step.step_id)
             return self._failed(step, f"{type(error).__name__}: {error}")
         return self._finish_step(step, participants)
@@ -135,9 +139,9 @@ class SessionCore(SessionAdmission):
         if result.finished:
             try:
                 self._evict()  # finds nothing to do when the mechanism had to evict before the step
-            except Exception as error:
+            except FOREIGN_ERRORS as error:
                 _logger.exception("step %d: eviction failed", step.step_id)
-                return self._failed(step, f"eviction failed: {error}")
+                return self._failed(step, f"eviction failed: {type(error).__name__}: {error}")
         return result
 
     def _call_back(self, resident: Resident) -> None:
@@ -148,7 +152,7 @@ class SessionCore(SessionAdmission):
             return
         try:
             callback(new)
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
             _logger.exception("the token callback of request %d raised", resident.request_id)
             resident.end(FinishReason.ERROR, f"the token callback raised: {error}")
             _flush_text(resident)

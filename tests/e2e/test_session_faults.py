@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from edgellm._core.block_hash import TokenChain
+from edgellm.builtin.base_endpoint import BaseEndpointPolicy, serves
 from edgellm.cache.types import ReuseStopReason
-from edgellm.errors import AdmissionError
+from edgellm.engine.engine import RequestEngine
+from edgellm.errors import AdmissionError, ContractViolation
+from edgellm.hookspecs import hookimpl
+from edgellm.plugins import Plugins, load_plugins
 from edgellm.request import LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.frame import SessionState
@@ -179,3 +184,66 @@ def test_the_report_of_a_follower_says_full_when_it_got_everything(opened: Open)
     reuse = drive.finished[2].reuse
     assert (reuse.reused_tokens, reuse.stop_reason, reuse.stop_position) == (16, ReuseStopReason.FULL, 16)
     assert drive.finished[2].generated_ids == cold(prompt, 3)
+
+
+class RaisingTerminalize(BaseEndpointPolicy):
+    def on_terminalize(self, request):
+        raise SystemExit(3)
+
+
+class Forgetful(BaseEndpointPolicy):
+    """Does not apply the step's advances: publishes nothing, and would stop all progress."""
+
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        return None
+
+
+def plugins_with(policy: type[BaseEndpointPolicy]) -> Plugins:
+    class Plugin:
+        EDGELLM_API = ((1, 0), (1, 0))
+
+        @hookimpl
+        def edgellm_register_publication_policies(self, register):
+            register(name="broken", factory=policy, serves=serves, priority=10)
+
+    return load_plugins(autoload=False, extra=[("broken", Plugin())])
+
+
+@pytest.mark.parametrize("policy", [RaisingTerminalize, Forgetful])
+def test_a_policy_that_raises_or_forgets_harms_no_text_and_leaks_nothing(opened: Open, policy) -> None:
+    runtime, drive = opened(plugins=plugins_with(policy))
+    prompts = [list(range(start, start + 13)) for start in (10, 40, 70, 100)]
+    for count, prompt in enumerate(prompts, start=3):
+        drive.admit(request(prompt, 3 * count))
+    drive.run()
+    for number, prompt in enumerate(prompts, start=1):
+        assert drive.finished[number].terminal_reason is FinishReason.LENGTH
+        assert drive.finished[number].generated_ids == cold(prompt, 3 * (number + 2))
+    assert runtime.coordinator.metrics().policy_failures >= 1
+
+
+def test_a_done_callback_that_exits_does_not_end_the_engine() -> None:
+    with RequestEngine(ToyRuntime()) as engine:
+
+        def leave() -> None:
+            raise SystemExit(1)
+
+        handle = engine.submit(request([1, 2, 3], 4))
+        handle.add_done_callback(leave)
+        assert handle.get(10).token_ids == cold([1, 2, 3], 4)
+        assert engine.submit(request([4, 5, 6], 4)).get(10).token_ids == cold([4, 5, 6], 4)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_engine_refuses_work_in_a_forked_child() -> None:
+    with RequestEngine(ToyRuntime()) as engine:
+        child = os.fork()
+        if child == 0:
+            try:
+                engine.submit(request([1, 2, 3], 4))
+            except ContractViolation:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert engine.submit(request([1, 2, 3], 4)).get(10).token_ids == cold([1, 2, 3], 4)

@@ -112,3 +112,9 @@ def test_too_many_biases_are_refused():
     SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES), 1.0))
     with pytest.raises(InvalidArgumentError, match="1025 entries, the limit is 1024"):
         SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES + 1), 1.0))
+
+
+def test_a_stop_string_of_unbounded_length_is_refused() -> None:
+    assert SamplingParams(stop="x" * 1024).stop_strings == ("x" * 1024,)
+    with pytest.raises(InvalidArgumentError, match="has 1025 characters, the limit is 1024"):
+        SamplingParams(stop=["ok", "x" * 1025])
