@@ -246,6 +246,16 @@ cdef class KVPageTable:
         self._num_dirty = 0
         return out
 
+    def mark_dirty(self, slots):
+        """Put rows back into the dirty set: what `take_dirty` gave could not be sent.
+
+        Raises:
+            InvalidArgumentError: a slot is out of range.  Nothing was changed.
+        """
+        for slot in [self._checked_slot(slot) for slot in slots]:
+            self._num_dirty += not self._is_dirty[slot]
+            self._is_dirty[slot] = 1
+
     def check_invariants(self):
         """Recheck every row and the dirty count.  Raises InvariantError.  Cost: O(num_slots * pages_per_slot)."""
         cdef int32_t slot

@@ -89,8 +89,8 @@ cdef ReusePlan make_vanilla_plan(BlockIndex index, TokenChain chain, Py_ssize_t 
         matched = index.match(chain, index.find_namespace(chain.key_bytes), 0, full_blocks, plan.bindings.data())
         plan.bindings.resize(matched)
     plan.matched_token_length = plan.stop_position = matched * page_size
-    if matched == full_blocks and (matched or num_tokens == 0):
-        plan.stop_reason = _FULL
+    if num_tokens == 0 or (matched and matched >= (num_tokens - 1) // page_size):
+        plan.stop_reason = _FULL    # all that can be reused: at least one token runs again
     else:
         plan.stop_reason = _EVICTED if full_blocks and index.was_evicted(chain.hashes[matched]) else _NO_RECORD
     if matched and matched == plan.total_pages:

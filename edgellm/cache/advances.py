@@ -188,13 +188,41 @@ def apply_advances(impl: Impl, advances: Sequence[ContextCacheSequenceAdvance]) 
         for slot, advance in enumerate(advances):
             if not is_hold(advance):
                 _apply_one(impl, slot, advance)
-    impl.advances_applied += 1
 
 
 def apply_advance(impl: Impl, slot: int, advance: ContextCacheSequenceAdvance) -> None:
     """`apply_advances` for one sequence."""
     _apply_one(impl, slot, advance)
-    impl.advances_applied += 1
+
+
+def apply_missing_advances(
+    impl: Impl, advances: Sequence[ContextCacheSequenceAdvance], committed_before: npt.NDArray[np.integer]
+) -> int:
+    """Apply the advances of the sequences whose committed length did not move since `committed_before`.
+
+    For a policy hook that raised half-way or forgot some: afterwards the ledger says what the device holds.
+
+    Returns:
+        How many sequences were behind.
+    """
+    lengths, behind = impl.lengths, 0
+    if isinstance(advances, OneTokenAdvances):
+        advances = OneTokenAdvances(advances.token_ids, committed_before)
+    for slot, advance in enumerate(advances):
+        if is_hold(advance) or lengths.committed[slot] != committed_before[slot]:
+            continue
+        if advance.committed_state_length == committed_before[slot]:
+            continue
+        behind += 1
+        # A failure between chain and lengths leaves tokens in the chain already.
+        appended = impl.chains[slot].num_tokens - int(lengths.num_tokens[slot])
+        lengths.num_tokens[slot] += appended
+        _apply_one(
+            impl,
+            slot,
+            ContextCacheSequenceAdvance(advance.accepted_token_ids[appended:], advance.committed_state_length),
+        )
+    return behind
 
 
 def _apply_one(impl: Impl, slot: int, advance: ContextCacheSequenceAdvance) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
+from edgellm.errors import InvariantError
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -32,6 +34,21 @@ class RowBinder:
         """Write the leases' pages into their rows: all of them or, on an error, none."""
         self.table.set_rows([(sequence.resident.slot, sequence.lease.base_pages) for sequence in sequences])
 
+    def rebind(self, sequence: SequenceState) -> None:
+        """Write and upload a row whose lease has given some of its pages back for canonical ones.
+
+        Raises:
+            InvariantError: the row could not be written or sent.  It may still name pages that are not the
+                sequence's any more: nothing may run on it.
+        """
+        try:
+            self.bind([sequence])
+            self.upload()
+        except Exception as error:
+            raise InvariantError(
+                f"the row of slot {sequence.resident.slot} could not be rewritten after its pages moved: {error}"
+            ) from error
+
     def extend(self, sequence: SequenceState, start: int, page_ids: npt.NDArray[np.int32]) -> None:
         """Write newly leased pages behind the `start` pages already in the row."""
         self.table.set_row_tail(sequence.resident.slot, start, page_ids)
@@ -44,5 +61,10 @@ class RowBinder:
     def upload(self) -> None:
         """Send the rows that changed since the last upload.  Nothing changed: nothing is sent."""
         slots = self.table.take_dirty()
-        if slots and self._mirror is not None:
+        if not slots or self._mirror is None:
+            return
+        try:
             self._mirror.upload_rows(self.table.rows, slots)
+        except BaseException:
+            self.table.mark_dirty(slots)
+            raise

@@ -21,7 +21,7 @@ from edgellm.cache import admission as admitting
 from edgellm.cache import rebind
 from edgellm.cache.advances import (
     apply_advance,
-    apply_advances,
+    apply_missing_advances,
     check_completed_slots,
     check_decode_advances,
     check_prefill_advance,
@@ -61,6 +61,8 @@ from edgellm.log import get_logger
 from edgellm.plugins import PolicyRegistration, choose_policy, load_plugins, missing_policy_distribution
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from edgellm.runtime.device import Stream
     from edgellm.session.types import ResidentRef
 
@@ -534,28 +536,28 @@ class ContextCacheCoordinator:
         hook: Callable[[], Status | None],
         advances: Sequence[ContextCacheSequenceAdvance] | None = None,
     ) -> Status:
-        """Run a policy hook; when it raises, or does not apply `advances`, make the ledger whole and switch it off.
+        """Run a policy hook; when it raises or leaves a step incomplete, make the ledger whole and switch it off.
 
         A container goes on unpublished (its residents' text does not depend on publication); a batch
         request ends.  An invariant error is ours, not the plugin's: it propagates.
         """
         impl = request.impl
-        applied_before = impl.advances_applied
+        committed_before = None if advances is None else impl.lengths.committed[: impl.lengths.size].copy()
         try:
             status = hook() or Status.OK
-            if advances is None or impl.advances_applied != applied_before:
+            forgot = _complete_ledger(impl, advances, committed_before)
+            unsettled = impl.has_pending_device_work() and not impl.awaiting_first_spec_completion()
+            if not forgot and (advances is None or not unsettled):
                 return status
-            logger.error("publication policy %r did not apply a step's advances; it is switched off", impl.policy.name)
-            self.counters.policy_failures += 1
+            logger.error("publication policy %r left a step incomplete; it is switched off", impl.policy.name)
         except BrokenInvariantError:
             raise
         except FOREIGN_ERRORS:
             logger.exception("publication policy %r raised; it is switched off for its request", impl.policy.name)
-            self.counters.policy_failures += 1
+            _complete_ledger(impl, advances, committed_before)
+        self.counters.policy_failures += 1
         impl.publication_policy = LedgerOnlyPolicy(self)
         if advances is not None:
-            if impl.advances_applied == applied_before:
-                apply_advances(impl, advances)
             impl.mark_device_work_resolved_without_sync()
         if impl.is_container:
             return Status.OK
@@ -777,6 +779,17 @@ class ContextCacheCoordinator:
     def _require_no_compaction(self, impl: Impl, call: str) -> None:
         if impl.compaction_outstanding():
             raise ContractViolation(f"{call} while a compaction is outstanding; call compact_batch first")
+
+
+def _complete_ledger(
+    impl: Impl,
+    advances: Sequence[ContextCacheSequenceAdvance] | None,
+    committed_before: npt.NDArray[np.int32] | None,
+) -> bool:
+    """Apply what a policy hook left out of a step; whether there was something."""
+    if advances is None or committed_before is None:
+        return False
+    return apply_missing_advances(impl, advances, committed_before) > 0
 
 
 def _upload_mapping(mapping: list[int], device_batch_mapping: Any) -> None:

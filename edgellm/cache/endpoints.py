@@ -31,7 +31,7 @@ def publish_ready_endpoint(
     Where another sequence published a block first, the lease takes that page over and the row is bound again.
 
     Raises:
-        InvariantError: the manager refused; nothing was changed.
+        InvariantError: the manager refused (nothing was changed), or the row could not be written again.
     """
     lengths = impl.lengths
     allowed = lengths.publishes_generated if point in _GENERATED else lengths.publishes
@@ -48,8 +48,7 @@ def publish_ready_endpoint(
         lease, impl.chains[slot], int(lengths.committed[slot]), make_record=is_endpoint
     )
     if lease.rebound_page_count != rebound:
-        coordinator.rows.bind([impl.sequences[slot]])
-        coordinator.rows.upload()
+        coordinator.rows.rebind(impl.sequences[slot])
     lengths.published_blocks[slot] = blocks
     if is_endpoint:
         lengths.recorded_blocks[slot] = blocks

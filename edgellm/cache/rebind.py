@@ -26,8 +26,7 @@ def rebind_prefill(coordinator: ContextCacheCoordinator, impl: Impl, slot: int) 
     rebound = sequence.lease.rebound_page_count
     known = coordinator.manager.rebind(sequence.lease, sequence.chain)
     if sequence.lease.rebound_page_count != rebound:
-        coordinator.rows.bind([sequence])
-        coordinator.rows.upload()
+        coordinator.rows.rebind(sequence)
         lengths.published_blocks[slot] = sequence.lease.published_block_count
     if known <= committed:
         return committed

@@ -179,7 +179,6 @@ class Impl:
         "_awaiting",
         "_pending",
         "_phase",
-        "advances_applied",
         "chains",
         "commit_policy",
         "compaction",
@@ -211,7 +210,6 @@ class Impl:
         self.is_container = False
         self.compaction = _Compaction()
         self.refused_slot: int | None = None
-        self.advances_applied = 0
         self.sequences: list[SequenceState] = []
         self.leases: list[CacheRequestLease] = []
         self.chains: list[TokenChain] = []

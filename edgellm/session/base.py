@@ -110,4 +110,8 @@ class RuntimeSession(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - a session without resources has nothing to do
-        """Finish attached channels, return every lease, release the runtime.  Never raises; idempotent."""
+        """Finish attached channels, return every lease, release the runtime.  Idempotent; safe after any failure.
+
+        Raises:
+            ContractViolation: called from inside another call of the session; nothing was closed.
+        """

@@ -256,8 +256,15 @@ class SessionFrame(RuntimeSession):
         resident.released = True
 
     def close(self) -> None:
+        """See `RuntimeSession.close`.
+
+        Raises:
+            ContractViolation: a call of this session is running (here or on another thread); nothing was closed.
+        """
         if self._state is SessionState.CLOSED:
             return
+        if self._driving:
+            raise ContractViolation(f"close: the session is inside {self._driving}; close it after that returns")
         self._ended_in = self._state
         self._state = SessionState.CLOSED
         for resident in self._order:

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from edgellm._core.block_hash import TokenChain
+from edgellm._core.page_table import KVPageTable
 from edgellm.builtin.base_endpoint import BaseEndpointPolicy, serves
+from edgellm.cache.advances import OneTokenAdvances, apply_advance
+from edgellm.cache.binding import RowBinder
 from edgellm.cache.types import ReuseStopReason
 from edgellm.engine.engine import RequestEngine
-from edgellm.errors import AdmissionError, ContractViolation
+from edgellm.errors import AdmissionError, ContractViolation, InvalidArgumentError
 from edgellm.hookspecs import hookimpl
 from edgellm.plugins import Plugins, load_plugins
 from edgellm.request import LLMGenerationRequest
@@ -247,3 +250,89 @@ def test_an_engine_refuses_work_in_a_forked_child() -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert engine.submit(request([1, 2, 3], 4)).get(10).token_ids == cold([1, 2, 3], 4)
+
+
+class HalfWay(BaseEndpointPolicy):
+    """Advances the sequences one by one and raises in the middle."""
+
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        lengths = request.impl.lengths.committed
+        advances = OneTokenAdvances(advances.token_ids, lengths[: len(advances)].copy())
+        for slot in range(len(advances) // 2 + 1):
+            if advances.token_ids[slot] >= 0:
+                apply_advance(request.impl, slot, advances[slot])
+        raise ValueError("half-way")
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_a_policy_that_raises_half_way_leaves_no_sequence_behind(opened: Open, page_size: int) -> None:
+    _, drive = opened(plugins=plugins_with(HalfWay), page_size=page_size, num_pages=128)
+    prompts = [list(range(start, start + 9)) for start in (10, 40, 70)]
+    for prompt in prompts:
+        drive.admit(request(prompt, 12))
+    drive.run()
+    for number, prompt in enumerate(prompts, start=1):
+        assert drive.finished[number].generated_ids == cold(prompt, 12)
+
+
+def test_a_session_is_not_closed_from_inside_its_own_step(opened: Open) -> None:
+    _, drive = opened()
+    refused = []
+
+    def close(_: list[int]) -> None:
+        try:
+            drive.session.close()
+        except ContractViolation as error:
+            refused.append(str(error))
+
+    drive.admit(request([1, 2, 3], 3, token_callback=close))
+    drive.run()
+    assert len(refused) == 3
+    assert drive.finished[1].generated_ids == cold([1, 2, 3], 3)
+
+
+class FailingMirror:
+    """A device copy of the page table whose next upload fails when told so."""
+
+    def __init__(self) -> None:
+        self.fail = False
+        self.rows: dict[int, list[int]] = {}
+
+    def upload_rows(self, rows, slots) -> None:
+        if self.fail:
+            self.fail = False
+            raise RuntimeError("copy failed")
+        self.rows.update({slot: rows[slot].tolist() for slot in slots})
+
+
+def test_rows_that_could_not_be_sent_are_sent_the_next_time() -> None:
+    table, mirror = KVPageTable(3, 4, 16), FailingMirror()
+    binder = RowBinder(table, mirror)
+    table.set_rows([(0, [1, 2]), (2, [5])])
+    mirror.fail = True
+    with pytest.raises(RuntimeError, match="copy failed"):
+        binder.upload()
+    table.set_rows([(1, [7])])
+    binder.upload()
+    assert mirror.rows == {slot: table.row(slot).tolist() for slot in range(3)}
+    table.check_invariants()
+    with pytest.raises(InvalidArgumentError, match="3"):
+        table.mark_dirty([0, 3])
+    assert table.take_dirty() == []
+
+
+def test_a_row_that_cannot_follow_its_moved_pages_fails_the_step(opened: Open, monkeypatch) -> None:
+    """A lease gave pages back for canonical ones: running on the old row would read what is somebody else's."""
+    runtime, drive = opened()
+    prompt = list(range(10, 27))
+    drive.admit(request(prompt, 3))
+    drive.admit(request(prompt, 3))
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runtime.coordinator.rows, "bind", refuse)
+    result = drive.step_all()
+    assert not result.ok
+    assert "could not be rewritten" in result.failure
+    assert drive.session.state is SessionState.LOST

@@ -121,12 +121,21 @@ def test_plan_of_a_leading_part() -> None:
 
 
 def test_stop_reason_tells_evicted_from_never_seen() -> None:
-    index, prompt = index_with(3), chain(range(12))
+    index, prompt = index_with(3), chain(range(13))
     index.erase_page(2)
     plan = plan_vanilla_reuse(index, prompt)
     assert (plan.stop_reason, plan.stop_position) == (ReuseStopReason.EVICTED, 8)
-    other = plan_vanilla_reuse(index, chain([*range(8), 77, 78, 79, 80]))
+    other = plan_vanilla_reuse(index, chain([*range(8), 77, 78, 79, 80, 81]))
     assert (other.stop_reason, other.stop_position) == (ReuseStopReason.NO_RECORD, 8)
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_stop_reason_is_full_exactly_when_all_that_can_be_reused_was(length: int) -> None:
+    """At least one token runs again, so the last page of an aligned prompt is never reused, known or not."""
+    plan = plan_vanilla_reuse(index_with(2), chain(range(length)))
+    reusable = (length - 1) // P * P
+    assert plan.reuse_token_length == min(reusable, 8)
+    assert (plan.stop_reason is ReuseStopReason.FULL) == (plan.matched_token_length > 0 and reusable <= 8)
 
 
 def test_31_enough_free_pages_need_no_victim() -> None:
