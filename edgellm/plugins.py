@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import pluggy
 
-from edgellm import envs
+from edgellm import envs, plugin_guard
 from edgellm.cache.types import ContextCacheDeploymentProfile
-from edgellm.errors import InvalidArgumentError, PluginError
+from edgellm.errors import FOREIGN_ERRORS, InvalidArgumentError, PluginError
 from edgellm.hookspecs import API_VERSION, ENTRY_POINT_GROUP, HookSpecs
 from edgellm.log import get_logger
 
@@ -63,20 +63,26 @@ class PluginReport:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRegistration:
+    """One registered policy.  `distribution` is name and version of what brought the plugin, for messages."""
+
     name: str
     factory: Callable[..., Any]
     serves: ServesPredicate
     priority: int
     plugin: str
+    distribution: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRegistration:
+    """One registered decoder.  `distribution` as in `PolicyRegistration`."""
+
     name: str
     factory: Callable[[], Any]
     kind: str
     priority: int
     plugin: str
+    distribution: str = "unknown"
 
 
 RegistrationT = TypeVar("RegistrationT", PolicyRegistration, DecoderRegistration)
@@ -100,8 +106,9 @@ def _require_new_name(what: str, name: str, known: Iterable[PolicyRegistration |
 class PolicyRegistrar:
     """The callback of `edgellm_register_publication_policies`; checks at the moment of registration."""
 
-    def __init__(self, plugin: str, known: Iterable[PolicyRegistration] = ()) -> None:
+    def __init__(self, plugin: str, known: Iterable[PolicyRegistration] = (), *, distribution: str = "unknown") -> None:
         self._plugin = plugin
+        self._distribution = distribution
         self._known = list(known)
         self.added: list[PolicyRegistration] = []
 
@@ -115,14 +122,17 @@ class PolicyRegistrar:
         if not callable(serves):
             raise InvalidArgumentError(f"publication policy {name!r} has serves {serves!r}; it must be callable")
         _require_new_name("publication policy", name, [*self._known, *self.added])
-        self.added.append(PolicyRegistration(name, factory, serves, priority, self._plugin))
+        self.added.append(PolicyRegistration(name, factory, serves, priority, self._plugin, self._distribution))
 
 
 class DecoderRegistrar:
     """The callback of `edgellm_register_decoders`; checks at the moment of registration."""
 
-    def __init__(self, plugin: str, known: Iterable[DecoderRegistration] = ()) -> None:
+    def __init__(
+        self, plugin: str, known: Iterable[DecoderRegistration] = (), *, distribution: str = "unknown"
+    ) -> None:
         self._plugin = plugin
+        self._distribution = distribution
         self._known = list(known)
         self.added: list[DecoderRegistration] = []
 
@@ -136,7 +146,7 @@ class DecoderRegistrar:
         if not isinstance(kind, str) or not kind:
             raise InvalidArgumentError(f"decoder {name!r} has kind {kind!r}; it must be non-empty text")
         _require_new_name("decoder", name, [*self._known, *self.added])
-        self.added.append(DecoderRegistration(name, factory, kind, priority, self._plugin))
+        self.added.append(DecoderRegistration(name, factory, kind, priority, self._plugin, self._distribution))
 
 
 def _by_priority(registrations: Iterable[RegistrationT]) -> list[RegistrationT]:
@@ -164,7 +174,7 @@ class Plugins:
         """The first match in order of priority, then of registration.
 
         Raises:
-            PluginError: nobody serves it; the message names the distribution to install.
+            PluginError: nobody serves it (the message names the distribution to install), or a `serves` is broken.
         """
         return choose_policy(self.policies, profile, speculative_request)
 
@@ -189,7 +199,7 @@ def choose_policy(
     """See `Plugins.choose_policy`."""
     ordered = _by_priority(registrations)
     for registration in ordered:
-        if registration.serves(profile, speculative_request):
+        if plugin_guard.serves(registration, profile, speculative_request):
             return registration
     flavour = f"{'speculative' if speculative_request else 'plain'} requests on {profile.base_state_kind.value} models"
     names = ", ".join(registration.name for registration in ordered) or "none"
@@ -278,8 +288,8 @@ class _Loader:
             self._manager.check_pending()
             if not hooks:
                 raise PluginError("it implements no hook; mark at least one function with edgellm.hookspecs.hookimpl")
-            self._collect(plugin, found.name)
-        except Exception as error:  # a plugin may raise anything, and must not take the others down
+            self._collect(plugin, found)
+        except FOREIGN_ERRORS as error:  # a plugin may raise anything, and must not take the others down
             if builtin:
                 raise
             self._fail(found, plugin, api_range, hooks, error)
@@ -298,11 +308,12 @@ class _Loader:
     def _hooks_of(self, plugin: Any) -> tuple[str, ...]:
         return tuple(sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ()))
 
-    def _collect(self, plugin: Any, name: str) -> None:
+    def _collect(self, plugin: Any, found: _Found) -> None:
         """Run this plugin's hooks alone; keep what it registered only when all of them succeed."""
         others = [other for other in self._manager.get_plugins() if other is not plugin]
-        policies = PolicyRegistrar(name, self.plugins.policies)
-        decoders = DecoderRegistrar(name, self.plugins.decoders)
+        distribution = f"{found.distribution} {found.version}"
+        policies = PolicyRegistrar(found.name, self.plugins.policies, distribution=distribution)
+        decoders = DecoderRegistrar(found.name, self.plugins.decoders, distribution=distribution)
         self._manager.subset_hook_caller("edgellm_register_publication_policies", others)(register=policies)
         self._manager.subset_hook_caller("edgellm_register_decoders", others)(register=decoders)
         self.plugins.policies += policies.added
@@ -314,11 +325,11 @@ class _Loader:
         plugin: Any,
         api_range: tuple[ApiVersion, ApiVersion] | None,
         hooks: tuple[str, ...],
-        error: Exception,
+        error: BaseException,
     ) -> None:
         if plugin is not None and self._manager.is_registered(plugin):
             self._manager.unregister(plugin)
-        reason = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, PluginError) else plugin_guard.describe_error(error)
         logger.warning("plugin %s (%s %s) is left out: %s", found.name, found.distribution, found.version, reason)
         if self._strict:
             raise PluginError(f"plugin {found.name!r} ({found.distribution} {found.version}): {reason}") from error
@@ -353,7 +364,9 @@ def load_plugins(
         autoload: False looks at no installed plugin.
     Raises:
         PluginError: strict only; names plugin, distribution and reason.
+        InvalidArgumentError: an environment variable has a value that means nothing.
     """
+    envs.check_values()
     loader = _Loader(strict=envs.plugins_strict() if strict is None else strict)
     for found in _builtins():
         loader.load(found, builtin=True)

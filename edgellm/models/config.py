@@ -5,17 +5,26 @@ The JSON is read directly and no default is invented: a field that decides the n
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import UnsupportedModelError, WeightFileError
+from edgellm.models.fields import Fields, naming, read_json_object, show
 from edgellm.models.registry import Architecture, architecture_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+# Far above every known model of these families: beyond them a field is damaged, not large.
+MAX_VOCAB = 1 << 22
+MAX_HIDDEN = 1 << 17
+MAX_INTERMEDIATE = 1 << 20
+MAX_LAYERS = 1 << 10
+MAX_HEADS = 1 << 12
+MAX_HEAD_DIM = 512  # the attention kernels take no more
+MAX_POSITIONS = 1 << 24  # float32 rope angles count positions exactly up to here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +102,8 @@ class ModelConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise UnsupportedModelError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModelError(f"head_dim is {self.head_dim}; at most {MAX_HEAD_DIM} is supported")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
@@ -122,123 +133,130 @@ def read_config_json(directory: Path) -> dict[str, Any]:
         WeightFileError: the file is missing or is not a JSON object.
     """
     path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise WeightFileError(
             f"{path} is missing; a model directory holds config.json, *.safetensors and the tokenizer files"
-        ) from None
-    except (ValueError, OSError) as error:
-        raise WeightFileError(f"{path} cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(raw, dict):
-        raise WeightFileError(f"{path} holds a {type(raw).__name__}, not a JSON object; download it again")
-    return raw
+        )
+    return read_json_object(path)
 
 
-def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
+def config_from_hf(raw: dict[str, Any], *, source: Path | str = "config.json") -> ModelConfig:
     """Turn a parsed `config.json` into a `ModelConfig`.
 
+    Args:
+        source: the file, for error messages.
     Raises:
-        UnsupportedModelError: the architecture or one of its options is not supported; the message names it.
+        UnsupportedModelError: the architecture or one of its options is not supported, or a field is missing,
+            of the wrong type or out of range; the message names file, field and value.
     """
-    architecture = architecture_of(raw)
-    _refuse_unsupported_options(raw, architecture)
-    num_heads = _required_int(raw, "num_attention_heads")
-    hidden_size = _required_int(raw, "hidden_size")
+    with naming(source):
+        return _config_from_fields(Fields(str(source), raw))
+
+
+def _config_from_fields(fields: Fields) -> ModelConfig:
+    architecture = architecture_of(fields.texts("architectures"), fields.text("model_type", default=""))
+    _refuse_unsupported_options(fields, architecture)
+    num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    hidden_size = fields.integer("hidden_size", 1, MAX_HIDDEN)
+    vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     qwen2 = architecture is Architecture.QWEN2
-    attention_bias = bool(raw.get("attention_bias", False))
+    attention_bias = fields.flag("attention_bias", default=False)
+    dtype = fields.text("dtype", default="") or fields.text("torch_dtype", default="")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_required_int(raw, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=_required_int(raw, "intermediate_size"),
-        num_layers=_required_int(raw, "num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_INTERMEDIATE),
+        num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=_optional_int(raw, "num_key_value_heads", num_heads),
-        head_dim=_head_dim(raw, architecture, hidden_size, num_heads),
-        max_positions=_required_int(raw, "max_position_embeddings"),
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope=_rope_from_hf(raw),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads),
+        head_dim=_head_dim(fields, architecture, hidden_size, num_heads),
+        max_positions=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        rms_norm_eps=fields.number("rms_norm_eps", above=0, most=1, default=1e-6),
+        rope=_rope_from_hf(fields),
+        tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         qkv_bias=qwen2 or attention_bias,
         o_bias=attention_bias and not qwen2,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and architecture is Architecture.LLAMA,
+        mlp_bias=fields.flag("mlp_bias", default=False) and architecture is Architecture.LLAMA,
         qk_norm=architecture is Architecture.QWEN3,
-        weight_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_id_tuple(raw.get("eos_token_id")),
-        pad_token_id=raw.get("pad_token_id"),
+        weight_dtype=dtype.removeprefix("torch."),
+        bos_token_id=fields.optional_id("bos_token_id", vocab_size),
+        eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+        pad_token_id=fields.optional_id("pad_token_id", vocab_size),
     )
 
 
-def _refuse_unsupported_options(raw: dict[str, Any], architecture: Architecture) -> None:
+def _refuse_unsupported_options(fields: Fields, architecture: Architecture) -> None:
     """Options that change the numbers and that the graph does not implement."""
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    if fields.get("quantization_config"):
+        method = fields.section("quantization_config").get("quant_method") or "unknown"
         raise UnsupportedModelError(
-            f"quantization_config (method {method!r}) is not supported; use the unquantised checkpoint or a GGUF file"
+            f"quantization_config (method {show(method)}) is not supported; "
+            "use the unquantised checkpoint or a GGUF file"
         )
-    if raw.get("use_sliding_window") and architecture is not Architecture.LLAMA:
+    if fields.flag("use_sliding_window", default=False) and architecture is not Architecture.LLAMA:
         raise UnsupportedModelError(
             "use_sliding_window is true; sliding-window attention is not supported for "
             f"{architecture.value}; set it to false if your prompts stay within the window"
         )
-    activation = raw.get("hidden_act", "silu")
+    activation = fields.text("hidden_act", default="silu")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act is {activation!r}; supported: 'silu'")
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"hidden_act is {show(activation)}; supported: 'silu'")
+    _refuse_partial_rope(fields)
+
+
+def _refuse_partial_rope(fields: Fields) -> None:
+    if fields.number("partial_rotary_factor", above=0, default=1.0) != 1.0:
         raise UnsupportedModelError(
-            f"partial_rotary_factor is {raw['partial_rotary_factor']}; supported: 1.0 (the whole head)"
+            f"partial_rotary_factor is {fields.get('partial_rotary_factor')}; supported: 1.0 (the whole head)"
         )
 
 
-def _rope_from_hf(raw: dict[str, Any]) -> RopeConfig:
+def _rope_from_hf(fields: Fields) -> RopeConfig:
     """Both spellings: `rope_theta` + `rope_scaling`, and the newer `rope_parameters`."""
-    merged: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
-    for key in ("rope_scaling", "rope_parameters"):
-        merged.update({name: value for name, value in (raw.get(key) or {}).items() if value is not None})
-    if merged["rope_theta"] is None:
+    values = {"rope_theta": fields.get("rope_theta")}
+    for name in ("rope_scaling", "rope_parameters"):
+        values.update(fields.section(name).items())
+    rope = fields.with_values(values, prefix="rope field ")
+    if "rope_theta" not in rope:
         raise UnsupportedModelError(
             "config.json has no rope: neither rope_theta nor rope_parameters.rope_theta is set. Only models with "
             'rotary positions are supported; if this one was trained with the old default, add "rope_theta": 10000.0'
         )
-    kind = str(merged.get("rope_type") or merged.get("type") or "default")
-    return make_rope(kind, merged, max_positions=_required_int(raw, "max_position_embeddings"))
+    kind = rope.text("rope_type", default="") or rope.text("type", default="default")
+    return make_rope(kind, rope, max_positions=fields.integer("max_position_embeddings", 1, MAX_POSITIONS))
 
 
-def make_rope(kind: str, values: dict[str, Any], *, max_positions: int) -> RopeConfig:
+def make_rope(kind: str, fields: Fields, *, max_positions: int) -> RopeConfig:
     """Build a `RopeConfig` from the keys that `config.json` uses.
 
     Raises:
-        UnsupportedModelError: unknown kind, or a key that the kind needs is missing or not a number.
+        UnsupportedModelError: unknown kind, or a key that the kind needs is missing or not a number in range.
     """
     if kind not in ROPE_KINDS:
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor is {values['partial_rotary_factor']}; supported: 1.0 (the whole head)"
-        )
+        raise UnsupportedModelError(f"rope type {show(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    _refuse_partial_rope(fields)
     needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
     for name in needed.get(kind, ()):
-        if name not in values:
+        if name not in fields:
             raise UnsupportedModelError(f"rope type {kind!r} needs {name!r}, which the config does not set")
-    original = values.get("original_max_position_embeddings") or max_positions
     rope = RopeConfig(
-        theta=_number(values, "rope_theta", 0.0),
+        # Yarn divides by its logarithm, and no rope has a base of one or less.
+        theta=fields.number("rope_theta", above=1),
         kind=kind,
-        factor=_number(values, "factor", 1.0),
-        original_max_positions=int(original),
-        low_freq_factor=_number(values, "low_freq_factor", 1.0),
-        high_freq_factor=_number(values, "high_freq_factor", 1.0),
-        attention_factor=_optional_number(values, "attention_factor"),
-        beta_fast=_number(values, "beta_fast", 32.0) or 32.0,
-        beta_slow=_number(values, "beta_slow", 1.0) or 1.0,
-        mscale=_optional_number(values, "mscale"),
-        mscale_all_dim=_optional_number(values, "mscale_all_dim"),
-        truncate=bool(values.get("truncate", True)),
+        factor=fields.number("factor", above=0, most=MAX_POSITIONS, default=1.0),
+        original_max_positions=fields.integer(
+            "original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions
+        ),
+        low_freq_factor=fields.number("low_freq_factor", above=0, default=1.0),
+        high_freq_factor=fields.number("high_freq_factor", above=0, default=1.0),
+        attention_factor=fields.optional_number("attention_factor", above=0),
+        beta_fast=fields.number("beta_fast", above=0, default=32.0),
+        beta_slow=fields.number("beta_slow", above=0, default=1.0),
+        mscale=fields.optional_number("mscale", above=0),
+        mscale_all_dim=fields.optional_number("mscale_all_dim", above=0),
+        truncate=fields.flag("truncate", default=True),
     )
-    if rope.theta <= 0 or rope.factor <= 0:
-        raise UnsupportedModelError(f"rope theta {rope.theta} and factor {rope.factor} must both be positive")
     if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise UnsupportedModelError(
             f"rope type 'llama3' has high_freq_factor {rope.high_freq_factor} <= low_freq_factor "
@@ -247,10 +265,10 @@ def make_rope(kind: str, values: dict[str, Any], *, max_positions: int) -> RopeC
     return rope
 
 
-def _head_dim(raw: dict[str, Any], architecture: Architecture, hidden_size: int, num_heads: int) -> int:
+def _head_dim(fields: Fields, architecture: Architecture, hidden_size: int, num_heads: int) -> int:
     # Qwen3's head_dim is independent of the hidden size; its configs always state it.
-    if raw.get("head_dim") is not None:
-        return _required_int(raw, "head_dim")
+    if "head_dim" in fields:
+        return fields.integer("head_dim", 1, MAX_HEAD_DIM)
     if architecture is Architecture.QWEN3:
         raise UnsupportedModelError("config.json has no head_dim, which a qwen3 model needs")
     if hidden_size % num_heads:
@@ -258,34 +276,3 @@ def _head_dim(raw: dict[str, Any], architecture: Architecture, hidden_size: int,
             f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and head_dim is not set"
         )
     return hidden_size // num_heads
-
-
-def _required_int(raw: dict[str, Any], name: str) -> int:
-    value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UnsupportedModelError(f"the model config has {name} = {value!r}; an integer is needed")
-    return value
-
-
-def _optional_int(raw: dict[str, Any], name: str, default: int) -> int:
-    return default if raw.get(name) is None else _required_int(raw, name)
-
-
-def _number(raw: dict[str, Any], name: str, default: float) -> float:
-    value = _optional_number(raw, name)
-    return default if value is None else value
-
-
-def _optional_number(raw: dict[str, Any], name: str) -> float | None:
-    value = raw.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise UnsupportedModelError(f"the model config has {name} = {value!r}; a number is needed")
-    return float(value)
-
-
-def _id_tuple(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)

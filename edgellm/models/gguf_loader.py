@@ -6,7 +6,7 @@ graph rotates halves, so the rows are put back: pair i in rows i and i + head_di
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +14,16 @@ import numpy as np
 import torch
 
 from edgellm.errors import UnsupportedModelError, WeightFileError
+from edgellm.models import config as limits
 from edgellm.models.config import ModelConfig, RopeConfig, make_rope
+from edgellm.models.fields import Fields, naming
+from edgellm.models.gguf_file import GgufArray, GgufTensor, read_gguf_header
 from edgellm.models.registry import Architecture, architecture_from_gguf
 from edgellm.models.weights import TensorSpec, sample_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    import gguf
-
-logger = logging.getLogger(__name__)
-
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
-_FULL_PRECISION = ("F32", "F16", "BF16")
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -52,16 +48,24 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufSource:
-    """One GGUF file, memory mapped."""
+    """One GGUF file, memory mapped.
+
+    Raises (at construction):
+        WeightFileError: the file is missing, truncated or damaged.
+        UnsupportedModelError: an architecture, option or tensor type that is not supported, or metadata that is
+            missing, of the wrong type or out of range.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader = _open_reader(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._check_tensors()
-        self._by_name = {hf_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
-        self.config = self._read_config()
-        self._specs = {name: self._spec(self._tensors[stored]) for name, stored in self._by_name.items()}
+        header = read_gguf_header(path)
+        self._tensors = header.tensors
+        self._fields = Fields(str(path), header.values, remedy="download the file again")
+        self._data: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(path, np.uint8, mode="r")
+        with naming(path):
+            self._by_name = {hf_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
+            self.config = self._read_config()
+        self._specs = {name: _spec(self._tensors[stored]) for name, stored in self._by_name.items()}
 
     def specs(self) -> Mapping[str, TensorSpec]:
         return self._specs
@@ -76,68 +80,48 @@ class GgufSource:
                 values = unpermute_rope_rows(values, self.config.num_kv_heads)
         return torch.from_numpy(values)
 
-    def metadata(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
-
     def sample(self, name: str, num_bytes: int) -> bytes:
         """First, middle and last `num_bytes` of the stored tensor."""
         tensor = self._tensors[self._by_name[name]]
-        return sample_file(self.path, int(tensor.data_offset), int(tensor.n_bytes), num_bytes)
+        return sample_file(self.path, tensor.offset, tensor.num_bytes, num_bytes)
 
     def _dequantise(self, stored: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         import gguf
 
         tensor = self._tensors[stored]
-        values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        return values.reshape(_shape(tensor))
-
-    def _check_tensors(self) -> None:
-        size = self.path.stat().st_size
-        for tensor in self._tensors.values():
-            if tensor.tensor_type.name not in SUPPORTED_TYPES:
-                raise UnsupportedModelError(
-                    f"{self.path}: tensor {tensor.name!r} has GGUF type {tensor.tensor_type.name}; supported: "
-                    f"{', '.join(SUPPORTED_TYPES)}. Use a file quantised to one of these"
-                )
-            if tensor.data_offset + tensor.n_bytes > size:
-                raise _damaged(
-                    self.path, f"{size} bytes, tensor {tensor.name!r} ends at {tensor.data_offset + tensor.n_bytes}"
-                )
-
-    def _spec(self, tensor: gguf.ReaderTensor) -> TensorSpec:
-        return TensorSpec(_shape(tensor), tensor.tensor_type.name, int(tensor.n_bytes))
-
-    def _required(self, key: str) -> Any:
-        value = self.metadata(key)
-        if value is None:
-            raise UnsupportedModelError(f"{self.path} has no {key!r}; the file is not a complete model")
-        return value
+        rows = self._data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(-1, tensor.row_bytes)
+        # A damaged scale may be infinite; the sampler reports what comes of it.
+        with np.errstate(all="ignore"):
+            values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.type_name])
+        return np.array(values, dtype=np.float32).reshape(tensor.shape)
 
     def _read_config(self) -> ModelConfig:
-        architecture = architecture_from_gguf(str(self._required("general.architecture")))
+        fields = self._fields
+        architecture = architecture_from_gguf(fields.text("general.architecture"))
         prefix = architecture.value
-        if self.metadata(f"{prefix}.expert_count", 0):
+        if fields.get(f"{prefix}.expert_count"):
             raise UnsupportedModelError(
-                f"{self.path} is a mixture of experts ({prefix}.expert_count "
-                f"{self.metadata(f'{prefix}.expert_count')}); only dense models are supported"
+                f"{self.path} is a mixture of experts ({prefix}.expert_count {fields.get(f'{prefix}.expert_count')}); "
+                "only dense models are supported"
             )
-        num_heads = int(self._required(f"{prefix}.attention.head_count"))
-        hidden_size = int(self._required(f"{prefix}.embedding_length"))
-        head_dim = int(self.metadata(f"{prefix}.attention.key_length", hidden_size // num_heads))
-        stored_types = {tensor.tensor_type.name for tensor in self._tensors.values() if len(_shape(tensor)) > 1}
-        eos = self.metadata("tokenizer.ggml.eos_token_id")
+        num_heads = fields.integer(f"{prefix}.attention.head_count", 1, limits.MAX_HEADS)
+        hidden_size = fields.integer(f"{prefix}.embedding_length", 1, limits.MAX_HIDDEN)
+        head_dim = fields.integer(
+            f"{prefix}.attention.key_length", 1, limits.MAX_HEAD_DIM, default=hidden_size // num_heads
+        )
+        vocab_size = self._vocab_size()
+        stored_types = {tensor.type_name for tensor in self._tensors.values() if len(tensor.shape) > 1}
         return ModelConfig(
             architecture=architecture,
-            vocab_size=_shape(self._tensors[self._stored("model.embed_tokens.weight")])[0],
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=int(self._required(f"{prefix}.feed_forward_length")),
-            num_layers=int(self._required(f"{prefix}.block_count")),
+            intermediate_size=fields.integer(f"{prefix}.feed_forward_length", 1, limits.MAX_INTERMEDIATE),
+            num_layers=fields.integer(f"{prefix}.block_count", 1, limits.MAX_LAYERS),
             num_heads=num_heads,
-            num_kv_heads=int(self.metadata(f"{prefix}.attention.head_count_kv", num_heads)),
+            num_kv_heads=fields.integer(f"{prefix}.attention.head_count_kv", 1, limits.MAX_HEADS, default=num_heads),
             head_dim=head_dim,
-            max_positions=int(self._required(f"{prefix}.context_length")),
-            rms_norm_eps=float(self._required(f"{prefix}.attention.layer_norm_rms_epsilon")),
+            max_positions=self._max_positions(prefix),
+            rms_norm_eps=fields.number(f"{prefix}.attention.layer_norm_rms_epsilon", above=0, most=1),
             rope=self._read_rope(prefix, head_dim),
             tied_embeddings="lm_head.weight" not in self._by_name,
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._by_name,
@@ -145,43 +129,71 @@ class GgufSource:
             mlp_bias="model.layers.0.mlp.gate_proj.bias" in self._by_name,
             qk_norm="model.layers.0.self_attn.q_norm.weight" in self._by_name,
             weight_dtype="bfloat16" if stored_types == {"BF16"} else "float32",
-            bos_token_id=self.metadata("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=() if eos is None else (int(eos),),
-            pad_token_id=self.metadata("tokenizer.ggml.padding_token_id"),
+            bos_token_id=fields.optional_id("tokenizer.ggml.bos_token_id", vocab_size),
+            eos_token_ids=fields.token_ids("tokenizer.ggml.eos_token_id", vocab_size),
+            pad_token_id=fields.optional_id("tokenizer.ggml.padding_token_id", vocab_size),
         )
 
-    def _stored(self, name: str) -> str:
+    def _vocab_size(self) -> int:
+        """Rows of the embedding, which may be more than the tokens but not less."""
+        name = "model.embed_tokens.weight"
         if name not in self._by_name:
             raise WeightFileError(f"{self.path} has no tensor for {name!r}; the file is not a complete model")
-        return self._by_name[name]
+        rows = self._tensors[self._by_name[name]].shape[0]
+        tokens = self._fields.get("tokenizer.ggml.tokens")
+        if not rows <= limits.MAX_VOCAB or (isinstance(tokens, GgufArray) and tokens.length > rows):
+            listed = tokens.length if isinstance(tokens, GgufArray) else "unknown"
+            raise WeightFileError(
+                f"{self.path}: token_embd.weight has {rows} rows and tokenizer.ggml.tokens {listed} entries; a row for "
+                f"each token and at most {limits.MAX_VOCAB} are needed: download the file again"
+            )
+        return rows
+
+    def _max_positions(self, prefix: str) -> int:
+        return self._fields.integer(f"{prefix}.context_length", 1, limits.MAX_POSITIONS)
 
     def _read_rope(self, prefix: str, head_dim: int) -> RopeConfig:
-        theta = self.metadata(f"{prefix}.rope.freq_base")
-        rotated = self.metadata(f"{prefix}.rope.dimension_count", head_dim)
-        if theta is None and self.metadata(f"{prefix}.rope.dimension_count") is None:
+        fields = self._fields
+        base, dimensions, scaling = (f"{prefix}.rope.{name}" for name in ("freq_base", "dimension_count", "scaling"))
+        if base not in fields and dimensions not in fields:
             raise UnsupportedModelError(
-                f"{self.path} has no rope: neither {prefix}.rope.freq_base nor {prefix}.rope.dimension_count is set. "
+                f"{self.path} has no rope: neither {base} nor {dimensions} is set. "
                 "Only models with rotary positions are supported"
             )
+        rotated = fields.integer(dimensions, 1, limits.MAX_HEAD_DIM, default=head_dim)
         if rotated != head_dim:
             raise UnsupportedModelError(f"{self.path} rotates {rotated} of {head_dim} dimensions; supported: all")
-        kind = str(self.metadata(f"{prefix}.rope.scaling.type", "none"))
+        kind = fields.text(f"{scaling}.type", default="none")
         values = {
             # The format's documented default, which converters leave out.
-            "rope_theta": 10000.0 if theta is None else float(theta),
-            "factor": self.metadata(f"{prefix}.rope.scaling.factor", 1.0),
-            "original_max_position_embeddings": self.metadata(f"{prefix}.rope.scaling.original_context_length"),
-            "attention_factor": self.metadata(f"{prefix}.rope.scaling.attn_factor"),
+            "rope_theta": fields.number(base, above=1, default=10000.0),
+            "factor": fields.get(f"{scaling}.factor"),
+            "original_max_position_embeddings": fields.get(f"{scaling}.original_context_length"),
+            "attention_factor": fields.get(f"{scaling}.attn_factor"),
         }
         rope = make_rope(
-            "default" if kind == "none" else kind, values, max_positions=int(self._required(f"{prefix}.context_length"))
+            "default" if kind == "none" else kind,
+            fields.with_values(values, prefix=f"{prefix}.rope field "),
+            max_positions=self._max_positions(prefix),
         )
-        if _ROPE_FACTORS not in self._tensors:
-            return rope
-        factors = tuple(self._dequantise(_ROPE_FACTORS).reshape(-1).tolist())
-        if len(factors) != head_dim // 2:
-            raise WeightFileError(f"{self.path}: {_ROPE_FACTORS} has {len(factors)} values, {head_dim // 2} needed")
-        return RopeConfig(**{name: getattr(rope, name) for name in RopeConfig.__slots__} | {"freq_factors": factors})
+        return dataclasses.replace(rope, freq_factors=self._freq_factors(head_dim // 2))
+
+    def _freq_factors(self, needed: int) -> tuple[float, ...]:
+        tensor = self._tensors.get(_ROPE_FACTORS)
+        if tensor is None:
+            return ()
+        if tensor.shape != (needed,):
+            raise WeightFileError(
+                f"{self.path}: {_ROPE_FACTORS} is stored as {list(tensor.shape)}, [{needed}] is needed: "
+                "download the file again"
+            )
+        factors = self._dequantise(_ROPE_FACTORS)
+        if not (np.isfinite(factors).all() and (factors > 0).all()):
+            raise WeightFileError(
+                f"{self.path}: {_ROPE_FACTORS} holds {float(factors.min())} as its least value; finite numbers above 0 "
+                "are needed: download the file again"
+            )
+        return tuple(factors.tolist())
 
 
 def hf_name(stored: str) -> str:
@@ -213,33 +225,5 @@ def unpermute_rope_rows(
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    # GGUF lists dimensions fastest first.
-    return tuple(int(size) for size in reversed(tensor.shape))
-
-
-def _open_reader(path: Path) -> gguf.GGUFReader:
-    import gguf
-
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise WeightFileError(f"{path} is not a GGUF file (its first bytes differ); download it again")
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise _reader_error(path, size, error) from error
-
-
-def _reader_error(path: Path, size: int, error: Exception) -> Exception:
-    """The reader rejects an unknown type and a short file alike; tell them apart by its message."""
-    if "GGMLQuantizationType" in str(error):
-        return UnsupportedModelError(
-            f"{path} uses a GGUF type that is not known ({error}); supported: {', '.join(SUPPORTED_TYPES)}. "
-            "Use a file quantised to one of these"
-        )
-    return _damaged(path, f"{size} bytes, {error}")
-
-
-def _damaged(path: Path, detail: str) -> WeightFileError:
-    return WeightFileError(f"{path} is truncated or damaged ({detail}); download it again")
+def _spec(tensor: GgufTensor) -> TensorSpec:
+    return TensorSpec(tensor.shape, tensor.type_name, tensor.num_bytes)

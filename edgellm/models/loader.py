@@ -11,6 +11,7 @@ import torch
 
 from edgellm.errors import InvalidArgumentError, UnsupportedModelError, WeightFileError
 from edgellm.models.config import ModelConfig, config_from_hf, read_config_json
+from edgellm.models.fields import naming
 from edgellm.models.gguf_loader import GgufSource
 from edgellm.models.safetensors_source import SafetensorsSource
 from edgellm.models.weights import ModelWeights, load_weights
@@ -60,11 +61,12 @@ def load_model(
     """
     path = Path(path)
     target = torch.device(device)
-    config, source = open_checkpoint(path)
-    chosen = _choose_dtype(dtype, config, target)
-    with torch.inference_mode():
-        weights = load_weights(config, source, dtype=chosen, device=target, on_progress=on_progress)
-    return LoadedModel(config, weights, path, fingerprint(config, source, chosen))
+    with naming(path):
+        config, source = open_checkpoint(path)
+        chosen = _choose_dtype(dtype, config, target)
+        with torch.inference_mode():
+            weights = load_weights(config, source, dtype=chosen, device=target, on_progress=on_progress)
+        return LoadedModel(config, weights, path, fingerprint(config, source, chosen))
 
 
 def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
@@ -74,7 +76,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
         WeightFileError: nothing is at `path`.
     """
     if path.is_dir():
-        config = config_from_hf(read_config_json(path))
+        config = config_from_hf(read_config_json(path), source=path / "config.json")
         return config, SafetensorsSource(path)
     if not path.exists():
         raise WeightFileError(f"no model at {path}; give a Hugging Face directory or a .gguf file")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 from edgellm.errors import UnsupportedModelError
 
@@ -28,8 +27,8 @@ def supported_text() -> str:
     return ", ".join(f"{name} ({arch.value})" for name, arch in CAUSAL_LM_CLASSES.items())
 
 
-def architecture_of(raw: dict[str, Any]) -> Architecture:
-    """The architecture that a parsed `config.json` names.
+def architecture_of(classes: list[str], model_type: str) -> Architecture:
+    """The architecture that `architectures` and `model_type` of a `config.json` name.
 
     The class name decides where it is given: a `model_type` alone does not tell a language model from, say, a
     classifier of the same family.
@@ -37,14 +36,12 @@ def architecture_of(raw: dict[str, Any]) -> Architecture:
     Raises:
         UnsupportedModelError: not one of `CAUSAL_LM_CLASSES`.
     """
-    classes = raw.get("architectures") or []
-    model_type = raw.get("model_type")
     for name in classes:
         if name in CAUSAL_LM_CLASSES:
             return CAUSAL_LM_CLASSES[name]
     if not classes and model_type in {arch.value for arch in Architecture}:
         return Architecture(model_type)
-    named = ", ".join(map(str, classes)) or "no architecture"
+    named = ", ".join(classes) or "no architecture"
     raise UnsupportedModelError(
         f"{named} (model_type {model_type!r}) is not supported; supported: {supported_text()}. "
         "Use a checkpoint of one of these"

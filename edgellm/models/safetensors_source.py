@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from edgellm.errors import UnsupportedModelError, WeightFileError
+from edgellm.models.fields import parse_json_object, read_json_object, show
 from edgellm.models.weights import TensorSpec, sample_file
 
 if TYPE_CHECKING:
@@ -22,14 +22,32 @@ FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 _LARGEST_HEADER_BYTES = 100 << 20
 
 
+_MOST_DIMENSIONS = 8
+
+
 class SafetensorsSource:
-    """Reads tensors by name; each file's header is checked against its length before anything is read."""
+    """Reads tensors by name; each file's header is checked against its length before anything is read.
+
+    Raises (at construction):
+        WeightFileError: a file is missing, truncated or damaged; the message names file and tensor.
+        UnsupportedModelError: a tensor of a dtype that is not supported.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._specs: dict[str, TensorSpec] = {}
         self._places: dict[str, tuple[Path, int]] = {}
-        for path in weight_files(directory):
-            self._open(path)
+        weight_map = read_index(directory)
+        if weight_map is None:
+            self._open(directory / SINGLE_FILE)
+            return
+        for file in sorted(set(weight_map.values())):
+            self._open(directory / file)
+        for name, file in weight_map.items():
+            if name not in self._places or self._places[name][0] != directory / file:
+                raise WeightFileError(
+                    f"{directory / INDEX_FILE} says that tensor {show(name)} is in {file}, which does not hold it; "
+                    "download both again"
+                )
 
     def specs(self) -> Mapping[str, TensorSpec]:
         return self._specs
@@ -50,53 +68,75 @@ class SafetensorsSource:
         return sample_file(path, offset, self._specs[name].num_bytes, num_bytes)
 
     def _open(self, path: Path) -> None:
-        header, data_start = read_header(path)
-        size = path.stat().st_size
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            if data_start + end > size:
-                raise _truncated(path, data_start + end, size)
-            spec = TensorSpec(tuple(entry["shape"]), entry["dtype"], end - begin)
-            _check_dtype(path, name, spec)
+        for name, (spec, offset) in read_entries(path).items():
+            if name in self._places:
+                other = self._places[name][0]
+                raise WeightFileError(f"tensor {show(name)} is in {other} and in {path}; download both again")
             self._specs[name] = spec
-            self._places[name] = (path, data_start + begin)
+            self._places[name] = (path, offset)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The weight files of a directory, in a fixed order.
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Tensor name to file name as the index says; None where one file holds the model.
 
     Raises:
-        WeightFileError: there are none, or the index names a file that is not there.
+        WeightFileError: there are no weights, the index is damaged, or it names a file that is not there.
     """
     index_path = directory / INDEX_FILE
     if (directory / SINGLE_FILE).is_file():
-        return [directory / SINGLE_FILE]
+        return None
     if not index_path.is_file():
         raise WeightFileError(
             f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; download the safetensors files of the model"
         )
-    try:
-        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightFileError(f"{index_path} is damaged ({error!r}); download it again") from error
+    weight_map = read_json_object(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightFileError(f"{index_path} is damaged (weight_map is {show(weight_map)}); download it again")
+    for name, file in weight_map.items():
+        # A plain name: an index must not lead out of the model's folder.
+        if not isinstance(file, str) or not file or "/" in file or "\\" in file or file in (".", ".."):
+            raise WeightFileError(
+                f"{index_path} is damaged (weight_map places {show(name)} in {show(file)}; the name of a file beside "
+                "it is needed); download it again"
+            )
+    names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise WeightFileError(
             f"{index_path} names {len(names)} files, {len(missing)} are missing: {', '.join(missing)}; "
             "download them into the same directory"
         )
-    return [directory / name for name in names]
+    return weight_map
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header of a safetensors file and the offset at which data starts.
+def read_entries(path: Path) -> dict[str, tuple[TensorSpec, int]]:
+    """What a safetensors file holds: name to spec and offset in the file.  Tensors fill the data without a gap.
 
     Raises:
-        WeightFileError: the file is shorter than its header, or is no safetensors file.
+        WeightFileError: the file is missing, truncated or damaged.
+        UnsupportedModelError: a tensor of a dtype that is not supported.
     """
+    try:
+        header, data_start, size = _read_header(path)
+    except OSError as error:
+        raise WeightFileError(f"{path} cannot be read ({error}); check its permissions") from error
+    entries = {name: _read_entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
+    expected = 0
+    for name, (begin, end, _) in sorted(entries.items(), key=lambda item: item[1][:2]):
+        if data_start + end > size:
+            raise _truncated(path, data_start + end, size)
+        if begin != expected:
+            raise _damaged_entry(path, name, f"data_offsets begin at {begin}, the tensor before ends at {expected}")
+        expected = end
+    if data_start + expected != size:
+        raise WeightFileError(
+            f"{path} is damaged: its tensors end at byte {data_start + expected} of {size}; download it again"
+        )
+    return {name: (spec, data_start + begin) for name, (begin, _, spec) in entries.items()}
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The JSON header, the offset at which data starts, and the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -108,26 +148,51 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         if 8 + header_bytes > size:
             raise _truncated(path, 8 + header_bytes, size)
         try:
-            header = json.loads(file.read(header_bytes))
+            header = parse_json_object(file.read(header_bytes))
         except ValueError as error:
             raise WeightFileError(f"{path} has a damaged header ({error}); download it again") from error
-    if not isinstance(header, dict):
-        raise WeightFileError(f"{path} has a damaged header; download it again")
-    return header, 8 + header_bytes
+    return header, 8 + header_bytes, size
+
+
+def _read_entry(path: Path, name: str, entry: Any) -> tuple[int, int, TensorSpec]:
+    """Begin and end in the data, and the spec."""
+    if not isinstance(entry, dict):
+        raise _damaged_entry(path, name, f"its entry is {show(entry)}, an object is needed")
+    offsets, shape, dtype = entry.get("data_offsets"), entry.get("shape"), entry.get("dtype")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged_entry(path, name, f"data_offsets is {show(offsets)}, two ascending offsets are needed")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise _damaged_entry(path, name, f"shape is {show(shape)}, a list of sizes is needed")
+    if not isinstance(dtype, str):
+        raise _damaged_entry(path, name, f"dtype is {show(dtype)}, a name is needed")
+    begin, end = offsets
+    spec = TensorSpec(tuple(shape), dtype, end - begin)
+    _check_dtype(path, name, spec)
+    return begin, end, spec
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
+    )
 
 
 def _check_dtype(path: Path, name: str, spec: TensorSpec) -> None:
     dtype = FLOAT_DTYPES.get(spec.dtype)
     if dtype is None:
         raise UnsupportedModelError(
-            f"{path}: tensor {name!r} has dtype {spec.dtype}; supported: {', '.join(FLOAT_DTYPES)}. "
-            "Use an unquantised checkpoint or a GGUF file"
+            f"{path}: tensor {show(name)} has dtype {show(spec.dtype)}; supported: {', '.join(FLOAT_DTYPES)}. "
+            "Use an unquantised checkpoint or a GGUF file, or download it again"
         )
-    if math.prod(spec.shape) * dtype.itemsize != spec.num_bytes:
-        raise WeightFileError(
-            f"{path}: tensor {name!r} of shape {list(spec.shape)} takes {spec.num_bytes} bytes; "
-            f"{math.prod(spec.shape) * dtype.itemsize} are needed. The file is damaged, download it again"
+    needed = math.prod(spec.shape) * dtype.itemsize
+    if needed != spec.num_bytes:
+        raise _damaged_entry(
+            path, name, f"shape {show(list(spec.shape))} needs {needed} bytes, data_offsets span {spec.num_bytes}"
         )
+
+
+def _damaged_entry(path: Path, name: str, detail: str) -> WeightFileError:
+    return WeightFileError(f"{path} has a damaged header (tensor {show(name)}: {detail}); download it again")
 
 
 def _truncated(path: Path, needed: int, size: int) -> WeightFileError:

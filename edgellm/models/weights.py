@@ -133,8 +133,9 @@ def load_weights(
         WeightFileError: a tensor is missing or has another shape than the config says.
     """
     specs = source.specs()
-    weights, targets = _allocate(config, specs, dtype, device)
-    _check(targets, specs)
+    # A trial without memory first: a config that does not fit the files must not make anybody allocate.
+    _check(_allocate(config, dtype, torch.device("meta"))[1], specs)
+    weights, targets = _allocate(config, dtype, device)
     total = sum(specs[name].num_bytes for name in targets)
     done = 0
     for name, target in targets.items():
@@ -146,7 +147,7 @@ def load_weights(
 
 
 def _allocate(
-    config: ModelConfig, specs: Mapping[str, TensorSpec], dtype: torch.dtype, device: torch.device
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
     """Empty fused weights, and for each stored name the slice it fills."""
 
@@ -221,9 +222,14 @@ def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec])
                 f"tensor {name!r} is stored as {list(specs[name].shape)} but the config says {list(target.shape)}; "
                 "check that config.json belongs to these weights"
             )
-    unread = [name for name in specs if name not in targets and name.endswith(".bias")]
+    unread = [name for name in specs if name not in targets and _would_change_numbers(name)]
     if unread:
         raise WeightFileError(
-            f"the checkpoint stores {unread[0]!r} (and {len(unread) - 1} more biases), which the config does not "
-            "mention; set attention_bias or mlp_bias in config.json if the model was trained with it"
+            f"the checkpoint stores {unread[0]!r} (and {len(unread) - 1} more such tensors), which the config does not "
+            "mention; check num_hidden_layers, attention_bias and mlp_bias in config.json, or download the model again"
         )
+
+
+def _would_change_numbers(name: str) -> bool:
+    """Old files store the rope frequencies, which are computed here."""
+    return name.startswith("model.layers.") and not name.endswith(".rotary_emb.inv_freq")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from contextlib import contextmanager
 from logging import CRITICAL
@@ -10,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import WeightFileError
-from edgellm.tokenization.gguf_metadata import GgufValue, read_gguf_values
+from edgellm.models.config import MAX_VOCAB
+from edgellm.models.fields import Fields, read_json_object
+from edgellm.models.gguf_file import GgufScalar
+from edgellm.tokenization.gguf_metadata import read_gguf_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +69,8 @@ def _read_gguf(path: Path) -> tuple[PreTrainedTokenizerBase, list[int]]:
 
         tokenizer = _load(transformers.PreTrainedTokenizerFast, path.parent, gguf_file=path.name)
         _mend_pre_tokenizer(tokenizer, values)
-    return tokenizer, [end_id for key in _GGUF_END_KEYS if isinstance(end_id := values.get(key), int)]
+    fields = Fields(str(path), values, error=WeightFileError, remedy="fetch the file again")
+    return tokenizer, [end_id for key in _GGUF_END_KEYS for end_id in fields.token_ids(key, MAX_VOCAB)]
 
 
 def _load(loader: Any, directory: Path, **arguments: Any) -> PreTrainedTokenizerBase:
@@ -87,7 +90,7 @@ def _load(loader: Any, directory: Path, **arguments: Any) -> PreTrainedTokenizer
     return tokenizer
 
 
-def _mend_pre_tokenizer(tokenizer: Any, values: dict[str, GgufValue]) -> None:
+def _mend_pre_tokenizer(tokenizer: Any, values: dict[str, GgufScalar]) -> None:
     """SmolLM splits every digit off before the byte-level rule; transformers' GGUF reader does not know it.
 
     Without it "x =  1" gets other tokens than the model was trained with (two spaces before a digit).
@@ -100,16 +103,11 @@ def _mend_pre_tokenizer(tokenizer: Any, values: dict[str, GgufValue]) -> None:
         )
 
 
-def _end_ids_of(path: Path) -> list[int]:
+def _end_ids_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
-        return []
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = content.get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise WeightFileError(f"{path} is not valid JSON ({error}); fetch it again") from error
-    candidates = found if isinstance(found, list) else [found]
-    return [end_id for end_id in candidates if isinstance(end_id, int) and not isinstance(end_id, bool)]
+        return ()
+    fields = Fields(str(path), read_json_object(path), error=WeightFileError, remedy="fetch it again or correct it")
+    return fields.token_ids("eos_token_id", MAX_VOCAB)
 
 
 @contextmanager

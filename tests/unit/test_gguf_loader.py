@@ -305,8 +305,24 @@ def test_truncated_file_is_refused(keep: float, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama")
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(WeightFileError, match=r"m.gguf is truncated or damaged.*download it again"):
+    with pytest.raises(
+        WeightFileError,
+        match=r"m\.gguf is not a readable GGUF file \(damaged or truncated at \d+ bytes.*\); download it again$",
+    ):
         load_model(path)
+
+
+def test_a_damaged_header_is_told_in_our_own_words(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama")
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 4, 77)  # the format's version
+    path.write_bytes(data)
+    with pytest.raises(WeightFileError) as caught:
+        load_model(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path} is not a readable GGUF file (damaged or truncated at {len(data)} bytes")
+    assert message.endswith("); download it again")
+    assert "Sorry" not in message
 
 
 def test_not_a_gguf_file(tmp_path: Path) -> None:
@@ -322,7 +338,7 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"skip": ("rope.freq_base",)}, "has no rope: neither llama.rope.freq_base nor llama.rope.dimension_count"),
-        ({"skip": ("block_count",)}, "has no 'llama.block_count'"),
+        ({"skip": ("block_count",)}, r"m.gguf: llama.block_count is missing; an integer from 1 to 1024 is needed"),
         ({"extra": {"llama.rope.scaling.type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"extra": {"llama.rope.dimension_count": 8}}, "rotates 8 of 16 dimensions"),
         ({"extra": {"llama.expert_count": 8}}, "mixture of experts"),

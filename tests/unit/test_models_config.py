@@ -104,11 +104,11 @@ def test_one_eos_and_none() -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
         ({"num_key_value_heads": 3}, "num_heads 8 is not a multiple of num_kv_heads 3"),
         ({"num_attention_heads": 7}, "hidden_size 64 is not a multiple of num_attention_heads 7"),
-        ({"vocab_size": None}, "vocab_size = None; an integer is needed"),
-        ({"num_hidden_layers": 0}, "num_layers is 0; it must be at least 1"),
+        ({"vocab_size": None}, "config.json: vocab_size is missing; an integer from 1 to 4194304 is needed: download"),
+        ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0; an integer from 1 to 1024 is needed"),
         ({"head_dim": 7}, "head_dim is 7; rope needs an even head_dim"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small'; a number is needed"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; a number above 0 and up to 1 is needed"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:

@@ -222,7 +222,7 @@ def test_damaged_index(tmp_path: Path) -> None:
 
 def test_integer_weights_are_refused(tmp_path: Path) -> None:
     stored = tensors() | {"model.norm.weight": torch.ones(8, dtype=torch.int8)}
-    with pytest.raises(UnsupportedModelError, match=r"'model.norm.weight' has dtype I8; supported: F32, BF16, F16"):
+    with pytest.raises(UnsupportedModelError, match=r"'model.norm.weight' has dtype 'I8'; supported: F32, BF16, F16"):
         load_model(write_model(tmp_path / "m", stored))
 
 

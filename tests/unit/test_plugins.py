@@ -5,15 +5,18 @@ from __future__ import annotations
 import types
 
 import pytest
+from coordinator_rig import Rig
 
 import edgellm.plugins as plugins_module
 from edgellm.builtin.base_endpoint import BaseEndpointPolicy
 from edgellm.builtin.vanilla import VanillaDecoder
+from edgellm.cache.policy import PublicationPolicy
 from edgellm.cache.types import BaseStateKind, ContextCacheDeploymentProfile, SpecReuseContract
 from edgellm.decoding.base import DecodingStrategy, StepTokens
 from edgellm.errors import InvalidArgumentError, PluginError
 from edgellm.hookspecs import API_VERSION, hookimpl
 from edgellm.plugins import DecoderRegistrar, PluginStatus, PolicyRegistrar, load_plugins
+from edgellm.testing.toy_runtime import ToyRuntime
 
 ATTENTION = ContextCacheDeploymentProfile()
 EAGLE = ContextCacheDeploymentProfile(spec_reuse_contract=SpecReuseContract(True, 1))
@@ -338,3 +341,157 @@ def test_vanilla_runs_one_forward_and_samples_the_selected_rows():
     step = decoder.run_step(recorder, batch, recorder, [])
     assert step == StepTokens(token_ids=[], committed=[3, 1, 1], logprobs=[])
     assert calls == ["forward", "sample", "forward"]
+
+
+# --- plugins that load and misbehave later -------------------------------------------------------------------
+
+FACTORY = "the factory of publication policy 'x'"
+
+
+class NamelessPolicy(BaseEndpointPolicy):
+    name = None
+
+
+class HalfPolicy(PublicationPolicy):
+    """Abstract methods are missing."""
+
+
+def leave(*_):
+    raise SystemExit(3)
+
+
+def with_policy(install, factory, serves=lambda profile, spec: not spec):
+    def hook(register):
+        register("x", factory, serves, priority=10)
+
+    install(FakeEntryPoint("mine", lambda: make_plugin(policy=hook), "edgellm-mine", "1.2"))
+    return load_plugins()
+
+
+def with_decoder(install, factory):
+    def hook(register):
+        register("y", factory, "vanilla", priority=10)
+
+    install(FakeEntryPoint("mine", lambda: make_plugin(decoder=hook), "edgellm-mine", "1.2"))
+    return load_plugins()
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (lambda coordinator: 1 / 0, f"{FACTORY} raised ZeroDivisionError: division by zero"),
+        (leave, f"{FACTORY} raised SystemExit: 3"),
+        (lambda coordinator: None, f"{FACTORY} returned None; a PublicationPolicy is needed"),
+        (lambda: None, f"{FACTORY} raised TypeError"),
+        (HalfPolicy, f"{FACTORY} raised TypeError"),
+        (NamelessPolicy, "publication policy 'x' has the name None; text is needed"),
+    ],
+)
+def test_a_broken_policy_factory_is_named_when_the_coordinator_is_built(install, factory, words):
+    plugins = with_policy(install, factory)
+    with pytest.raises(PluginError) as caught:
+        Rig(policies=plugins.policies)
+    assert str(caught.value).startswith(f"plugin 'mine' (edgellm-mine 1.2): {words}")
+    assert str(caught.value).endswith("; mend or uninstall it, or leave it out with EDGELLM_PLUGINS")
+
+
+@pytest.mark.parametrize(
+    ("serves", "words"),
+    [
+        (lambda profile, spec: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda profile, spec: "x", "returned 'x'; True or False is needed"),
+        (lambda profile, spec: None, "returned None; True or False is needed"),
+        (lambda: True, "raised TypeError"),
+        (leave, "raised SystemExit: 3"),
+    ],
+)
+def test_a_broken_serves_is_named(install, serves, words):
+    plugins = with_policy(install, BaseEndpointPolicy, serves)
+    with pytest.raises(PluginError) as caught:
+        plugins.choose_policy(ATTENTION, False)
+    assert f"plugin 'mine' (edgellm-mine 1.2): `serves` of publication policy 'x' {words}" in str(caught.value)
+
+
+def test_a_factory_that_breaks_later_is_named_and_leaks_nothing(install):
+    built = []
+
+    def once(coordinator):
+        if built:
+            raise RuntimeError("only once")
+        built.append(BaseEndpointPolicy(coordinator))
+        return built[0]
+
+    rig = Rig(policies=with_policy(install, once).policies)
+    with pytest.raises(PluginError, match=r"'mine' \(edgellm-mine 1.2\): the factory.* raised RuntimeError: only once"):
+        rig.begin(rig.admission([1, 2, 3], 0))
+    assert rig.coordinator.active_requests == 0
+
+
+def test_interrupting_a_factory_interrupts(install):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Rig(policies=with_policy(install, interrupt).policies)
+
+
+class BadHeadroom(VanillaDecoder):
+    def required_kv_headroom(self):
+        return 1
+
+
+class BadCapabilities(VanillaDecoder):
+    def capabilities(self):
+        raise OSError("no device")
+
+
+class BadName(VanillaDecoder):
+    name = 7
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (lambda: None, "the factory of decoder 'y' returned None; a DecodingStrategy is needed"),
+        (lambda: 1 / 0, "the factory of decoder 'y' raised ZeroDivisionError: division by zero"),
+        (leave, "the factory of decoder 'y' raised"),
+        (DecodingStrategy, "the factory of decoder 'y' raised TypeError"),
+        (BadName, "decoder 'y' has the name 7; text is needed"),
+        (BadHeadroom, "required_kv_headroom of decoder 'y' returned 1; a DecodingKvHeadroom is needed"),
+        (BadCapabilities, "capabilities of decoder 'y' raised OSError: no device"),
+    ],
+)
+def test_a_broken_decoder_is_named_when_the_runtime_is_built(install, factory, words):
+    plugins = with_decoder(install, factory)
+    with pytest.raises(PluginError) as caught:
+        ToyRuntime(plugins=plugins)
+    assert str(caught.value).startswith(f"plugin 'mine' (edgellm-mine 1.2): {words}")
+
+
+def test_a_hook_that_exits_is_left_out(install):
+    install(FakeEntryPoint("a", lambda: make_plugin(policy=leave)), FakeEntryPoint("b", leave))
+    plugins = load_plugins()
+    assert report_of(plugins, "a").reason == "SystemExit: 3"
+    assert report_of(plugins, "b").status is PluginStatus.FAILED
+    assert plugins.choose_policy(ATTENTION, False).name == "base-endpoint"
+
+
+def test_a_hook_that_is_interrupted_interrupts(install):
+    def interrupt(register):
+        raise KeyboardInterrupt
+
+    install(FakeEntryPoint("a", lambda: make_plugin(policy=interrupt)))
+    with pytest.raises(KeyboardInterrupt):
+        load_plugins()
+
+
+def test_an_error_that_cannot_be_shown_is_reported_all_the_same(install):
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    def hook(register):
+        raise Unspeakable
+
+    install(FakeEntryPoint("a", lambda: make_plugin(policy=hook)))
+    assert report_of(load_plugins(), "a").reason == "Unspeakable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from edgellm.errors import UnsupportedModelError
 from edgellm.models.config import RopeConfig, make_rope
+from edgellm.models.fields import Fields
 from edgellm.models.rope import RotaryAngles, inverse_frequencies
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -47,7 +49,7 @@ def test_scaled_frequencies_equal_transformers(kind: str, values: dict[str, Any]
         rope_parameters={"rope_type": kind, **values},
     )
     expected, expected_scale = ROPE_INIT_FUNCTIONS[kind](config)
-    actual, scale = inverse_frequencies(make_rope(kind, values, max_positions=131072), head_dim)
+    actual, scale = inverse_frequencies(make_rope(kind, Fields("config.json", values), max_positions=131072), head_dim)
     torch.testing.assert_close(actual, expected, atol=0.0, rtol=1e-6)
     assert scale == pytest.approx(expected_scale, rel=1e-12)
 
@@ -81,11 +83,11 @@ def test_angles_are_cosine_and_sine_times_the_scale() -> None:
         ("linear", {"rope_theta": 1e4}, "rope type 'linear' needs 'factor'"),
         ("llama3", {"rope_theta": 1e4, "factor": 8.0}, "needs 'low_freq_factor'"),
         ("llama3", LLAMA3 | {"rope_theta": 1e4, "high_freq_factor": 1.0}, "the high one must be larger"),
-        ("yarn", {"rope_theta": 1e4, "factor": "4"}, "factor = '4'; a number is needed"),
-        ("default", {"rope_theta": 0.0}, "must both be positive"),
+        ("yarn", {"rope_theta": 1e4, "factor": "4"}, "factor is '4'; a number above 0 and up to"),
+        ("default", {"rope_theta": 0.0}, "rope_theta is 0.0; a number above 1 and up to 1e+30 is needed"),
         ("default", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; supported: 1.0"),
     ],
 )
 def test_refused(kind: str, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=message.replace("(", r"\(")):
-        make_rope(kind, values, max_positions=4096)
+    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
+        make_rope(kind, Fields("config.json", values), max_positions=4096)

@@ -131,7 +131,7 @@ class TestEndTokens:
         copy = shutil.copytree(folder, tmp_path / "copy")
         for content in ("{", "[1]"):
             (copy / "generation_config.json").write_text(content)
-            with pytest.raises(WeightFileError, match=r"generation_config\.json is not valid JSON"):
+            with pytest.raises(WeightFileError, match=r"generation_config\.json cannot be read as JSON"):
                 load_tokenizer(copy)
 
 
@@ -303,8 +303,8 @@ class TestGgufMetadata:
             (gguf_bytes({}, version=1), "version 1 is not supported"),
             (gguf_bytes({"a": (13, b"")}), "unknown type 13"),
             (gguf_bytes({"a": (9, struct.pack("<IQ", 14, 1))}), "unknown type 14"),
-            (gguf_bytes({"a": (8, struct.pack("<Q", 2) + b"\xff\xff")}), "cannot be read as GGUF"),
-            (b"", "cannot be read as GGUF"),
+            (gguf_bytes({"a": (8, struct.pack("<Q", 2) + b"\xff\xff")}), "metadata 'a' is not UTF-8 text"),
+            (b"", "not a GGUF file"),
         ],
     )
     def test_other_damage_is_named(self, tmp_path, blob, message):
