@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 # -qq: errors only; a machine with several package indexes warns about each one that lacks a package.
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
-SOURCES := setup.py pyproject.toml constraints.txt $(shell find edgellm -name '*.pyx' -o -name '*.pxd' -o -name '*.c' -o -name '*.h')
+SOURCES := setup.py pyproject.toml constraints.txt $(shell find edgellm -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.c' ! -name '_ops.c')
 # Tools call each other by name (cython-lint runs pycodestyle).
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Tiny models run faster with one thread; the default model's tests and the benches set their own.
@@ -30,12 +30,12 @@ $(PY):
 
 # The run-time environment: what a user gets, from this source tree.
 $(VENV)/.run: $(SOURCES) | $(PY)
-	@echo "installing edgellm into $(VENV) (about two minutes the first time)"
+	@echo "installing edgellm into $(VENV) (pip is quiet; about two minutes the first time)"
 	$(PIP_INSTALL) -e .
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(PY)
-	@echo "installing edgellm and its development tools into $(VENV) (about three minutes the first time)"
+	@echo "installing edgellm and its development tools into $(VENV) (pip is quiet; about three minutes the first time)"
 	$(PIP_INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/.run
 

@@ -11,7 +11,10 @@ from Cython.Build import cythonize
 from Cython.Compiler import Errors, PyrexTypes
 from setuptools import Extension, setup
 
-DEBUG = os.environ.get("EDGELLM_DEBUG") == "1"
+DEBUG_VALUE = os.environ.get("EDGELLM_DEBUG", "")
+if DEBUG_VALUE not in ("", "0", "1"):
+    sys.exit(f"EDGELLM_DEBUG is {DEBUG_VALUE!r}; set it to 0 (release) or 1 (checks and line trace), or unset it")
+DEBUG = DEBUG_VALUE == "1"
 
 MODULES = [
     "edgellm._core.block_hash",

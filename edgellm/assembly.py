@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edgellm import envs
 from edgellm.cache.types import DeploymentConfig
 from edgellm.engine.config import EngineConfig, SchedulingOptions
 from edgellm.errors import InvalidArgumentError
@@ -79,6 +80,7 @@ def assemble(
     from edgellm.runtime.rank_runtime import LLMRankRuntime
     from edgellm.tokenization.tokenizer import load_tokenizer
 
+    envs.cpu_isa_limit()  # the kernels read the variable themselves and take nonsense for no limit
     plugins = load_plugins()
     path = resolve_model(options.model, on_progress=on_fetch)
     model = load_model(path, dtype=options.dtype, device="cpu", on_progress=on_load)
@@ -114,6 +116,7 @@ def assemble(
             max_model_len=max_model_len,
             pool_tokens=budget.tokens,
             headroom_tokens=runtime.geometry.headroom.base_extra_tokens,
+            model_context=model.config.max_positions,
         ),
         memory_budget=budget,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from edgellm import __version__
+from edgellm import __version__, envs
 from edgellm.errors import EdgeLLMError, InvalidArgumentError
 from edgellm.fetch import DEFAULT_MODEL
+from edgellm.log import show_on_stderr
+from edgellm.memory import count
+from edgellm.terminal import fetch_progress, load_progress, waiting
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
@@ -36,11 +39,17 @@ app = typer.Typer(
 out = Console(soft_wrap=True, highlight=False, markup=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
+TIME_DECIMALS = 3
+
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Hugging Face folder, .gguf file or a known name.")]
 DeviceOption = Annotated[str, typer.Option(help="auto or cpu.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 KvBudgetOption = Annotated[
-    str | None, typer.Option(help="KV pool: tokens (4096), bytes (2GiB) or a fraction of free memory (0.25).")
+    str | None,
+    typer.Option(
+        help="KV pool: an integer is tokens (4096), a number with a decimal point a fraction of free memory (0.25, at "
+        "most 0.95), a number with a unit bytes (2GiB)."
+    ),
 ]
 PageSizeOption = Annotated[int, typer.Option(help="Tokens a page.")]
 MaxLenOption = Annotated[int | None, typer.Option(help="Most tokens of one sequence; default: the model's context.")]
@@ -67,6 +76,8 @@ class ModelChoice:
 
 def main() -> None:
     """Run the command line; an error of edgellm becomes one red line and exit code 1."""
+    if envs.log_level_is_set():
+        show_on_stderr()
     try:
         app()
     except EdgeLLMError as error:
@@ -111,12 +122,14 @@ def generate(
     stop: StopOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
 ) -> None:
-    """Answer one prompt."""
+    """Answer one prompt; with --raw, continue it as it is (for a model without a chat template)."""
     text = sys.stdin.read() if prompt == "-" else prompt
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
     choice = ModelChoice(model, device, dtype, kv_budget, page_size, max_model_len)
     request: Any = [{"role": "user", "content": text}] if chat_template else text
     with open_llm(choice) as llm:
+        if chat_template:
+            require_chat_template(llm, "pass --raw to send the prompt as it is")
         with llm.stream(request, params) as stream:
             for piece in stream:
                 if not as_json:
@@ -143,13 +156,21 @@ def chat(
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
     seed: SeedOption = None,
+    stop: StopOption = None,
     no_cache: NoCacheOption = False,
 ) -> None:
-    """Chat; each turn shows how much of the conversation was reused.  /reset starts anew, /quit ends."""
-    params = _sampling(max_tokens, temperature, top_p, top_k, seed, None)
+    """Chat; each turn shows how much of the conversation was reused.
+
+    /reset starts anew, /quit ends.  Ctrl-C stops an answer and drops that turn, question included, from the
+    conversation.
+    """
+    params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
     choice = ModelChoice(model, device, dtype, kv_budget, page_size, max_model_len)
     with open_llm(choice) as llm:
-        out.print("Type a message.  /reset starts a new conversation, /quit ends.  Ctrl-C stops an answer.")
+        require_chat_template(llm, "use edgellm generate --raw for it")
+        out.print(
+            "Type a message.  /reset starts a new conversation, /quit ends.  Ctrl-C stops an answer and drops it."
+        )
         chat_loop(llm, params, system=system, use_cache=not no_cache)
 
 
@@ -157,12 +178,14 @@ def chat(
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Most tokens an answer.")] = 40,
     model: ModelOption = DEFAULT_MODEL,
+    kv_budget: KvBudgetOption = "8192",
 ) -> None:
     """A four-turn chat over a 2,000-token document, without and with context reuse."""
     from edgellm.demo import run_demo
 
-    choice = ModelChoice(model, "auto", "auto", "8192", 32, None)
+    choice = ModelChoice(model, "auto", "auto", kv_budget, 32, None)
     with open_llm(choice) as llm:
+        require_chat_template(llm, "the demo is a chat; choose another model")
         same = run_demo(llm, out, max_tokens=max_tokens)
     if not same:
         raise typer.Exit(1)
@@ -180,33 +203,38 @@ def doctor(
         table.add_column(heading, overflow="fold")
     styles = {Status.OK: "green", Status.NOTE: "yellow", Status.FAILED: "bold red"}
     failed = False
-    with _fetch_progress() as on_fetch:
+    with fetch_progress(err, DEFAULT_MODEL) as on_fetch:
         checks = list(run_checks(on_fetch=on_fetch if fetch else None))
     for check in checks:
         table.add_row(check.name, Text(check.status.value, styles[check.status]), Text(check.detail))
         failed |= check.status is Status.FAILED
     out.print(table)
+    for check in checks:
+        if check.path:
+            out.print(f"{check.name}: {check.path}")
     if failed:
         raise typer.Exit(1)
 
 
 @app.command()
 def plugins() -> None:
-    """List plugins: name, version, API range, hooks, status."""
+    """List plugins: name, version, API range, what they register, status."""
     from edgellm.plugins import PluginStatus, load_plugins
 
     reports = load_plugins(strict=False).reports
     styles = {PluginStatus.FAILED: "bold red", PluginStatus.SKIPPED: "yellow"}
     table = Table(box=box.SIMPLE_HEAVY, padding=(0, 1, 0, 0))
-    for heading in ("name", "distribution", "version", "API", "hooks", "status"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "version", "API"))
+    for heading in ("name", "package", "version", "API", "registers", "status"):
+        table.add_column(heading, overflow="fold", no_wrap=heading != "package")
     for report in reports:
         api = "-".join(f"{major}.{minor}" for major, minor in report.api_range or ()) or "unknown"
-        status = f"{report.status.value}: {report.reason}" if report.reason else report.status.value
         style = styles.get(report.status, "green")
-        hooks = "\n".join(report.hooks) or "none"
-        table.add_row(report.name, report.distribution, report.version, api, hooks, Text(status, style))
+        hooks = "\n".join(hook.removeprefix("edgellm_register_") for hook in report.hooks) or "nothing"
+        table.add_row(report.name, report.distribution, report.version, api, hooks, Text(report.status.value, style))
     out.print(table)
+    for report in reports:
+        if report.reason:
+            out.print(f"{report.name}: {report.reason}")
     if any(report.status is PluginStatus.FAILED for report in reports):
         raise typer.Exit(1)
 
@@ -225,7 +253,7 @@ def _sampling(
 
 
 def parse_kv_budget(text: str | None) -> int | float | str | None:
-    """`--kv-budget` as `LLM` takes it: "4096" is tokens, "0.25" a fraction, anything else bytes with a unit.
+    """`--kv-budget` as `LLM` takes it: an integer is tokens, with a decimal point a fraction, else bytes with a unit.
 
     Raises:
         InvalidArgumentError: empty text.
@@ -234,20 +262,19 @@ def parse_kv_budget(text: str | None) -> int | float | str | None:
         return None
     if not text.strip():
         raise InvalidArgumentError("--kv-budget is empty; pass tokens (4096), bytes (2GiB) or a fraction (0.25)")
-    for kind in (int, float):
-        try:
-            return kind(text.replace("_", ""))
-        except ValueError:
-            continue
+    for kind, pattern in ((int, r"[+-]?\d+"), (float, r"[+-]?(\d+\.\d*|\.\d+)")):
+        number = text.strip().replace("_", "")
+        if re.fullmatch(pattern, number):
+            return kind(number)
     return text
 
 
 @contextmanager
 def open_llm(choice: ModelChoice) -> Iterator[LLM]:
     """Fetch and load with progress bars, show the memory budget, and close at the end."""
-    with err.status("importing torch"):
+    with waiting(err, "importing torch"):
         from edgellm.llm import LLM
-    with _fetch_progress() as on_fetch, _load_progress() as on_load:
+    with fetch_progress(err, DEFAULT_MODEL) as on_fetch, load_progress(err) as on_load:
         llm = LLM(
             choice.model,
             device=choice.device,
@@ -263,36 +290,22 @@ def open_llm(choice: ModelChoice) -> Iterator[LLM]:
         yield llm
 
 
-@contextmanager
-def _fetch_progress() -> Iterator[Any]:
-    columns = (TextColumn("fetching"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task("fetch", visible=False)
+def require_chat_template(llm: LLM, remedy: str) -> None:
+    """Refuse a model that cannot write a conversation as a prompt.
 
-        def on_fetch(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total or None, visible=True)
-
-        yield on_fetch
-
-
-@contextmanager
-def _load_progress() -> Iterator[Any]:
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TextColumn("{task.description}"))
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task("", visible=False)
-
-        def on_load(done: int, total: int, name: str) -> None:
-            progress.update(task, completed=done, total=total or None, description=name, visible=True)
-
-        yield on_load
+    Raises:
+        InvalidArgumentError: it has no chat template.
+    """
+    if not llm.tokenizer.has_chat_template:
+        raise InvalidArgumentError(f"this model has no chat template, so it cannot chat; {remedy}")
 
 
 def describe_turn(output: RequestOutput) -> str:
     """One line about a finished answer: reuse, time to first token, rate."""
     reuse, timings = output.reuse, output.timings
     return (
-        f"[reused {reuse.reused_tokens} of {reuse.prompt_tokens} prompt tokens ({reuse.stop_reason.value}), "
-        f"first token {timings.time_to_first_token_ms / 1000:.2f} s, {len(output.token_ids)} tokens, "
+        f"[reused {reuse.reused_tokens:,} of {count(reuse.prompt_tokens, 'prompt token')} ({reuse.stop_reason.value}), "
+        f"first token {timings.time_to_first_token_ms / 1000:.2f} s, {count(len(output.token_ids), 'token')}, "
         f"{timings.tokens_per_second:.1f} tokens/s, {output.finish_reason}]"
     )
 
@@ -325,14 +338,14 @@ def chat_loop(llm: LLM, params: SamplingParams, *, system: str | None, use_cache
 
 
 def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, use_cache: bool) -> str | None:
-    """Stream one answer; None when Ctrl-C stopped it."""
+    """Stream one answer; None when Ctrl-C stopped it: the turn is then dropped from the conversation."""
     with llm.stream(messages, params, use_cache=use_cache) as stream:
         try:
             for piece in stream:
                 out.print(piece, end="")
         except KeyboardInterrupt:
             out.print()
-            err.print(Text("[stopped; this turn is forgotten]", style="yellow"))
+            err.print(Text("[stopped; this turn is dropped from the conversation]", style="yellow"))
             return None
         output = stream.output
     out.print()
@@ -343,4 +356,5 @@ def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, us
 def _as_plain(output: RequestOutput) -> dict[str, Any]:
     plain = asdict(output)
     plain["reuse"]["stop_reason"] = output.reuse.stop_reason.value
+    plain["timings"] = {name: round(value, TIME_DECIMALS) for name, value in plain["timings"].items()}
     return plain

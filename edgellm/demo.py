@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgellm.sampling.params import SamplingParams
+from edgellm.terminal import waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,9 +58,9 @@ def run_demo(llm: LLM, console: Console, *, max_tokens: int = 40) -> bool:
     turns: list[Turn] = []
     for number, question in enumerate(QUESTIONS, start=1):
         messages.append({"role": "user", "content": question})
-        with console.status(f"turn {number}: cold"):
+        with waiting(console, f"turn {number}: cold"):
             (cold,) = llm.chat(messages, params, use_cache=False)
-        with console.status(f"turn {number}: warm"):
+        with waiting(console, f"turn {number}: warm"):
             (warm,) = llm.chat(messages, params)
         turns.append(Turn(question, cold, warm))
         messages.append({"role": "assistant", "content": warm.text})

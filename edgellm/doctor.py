@@ -13,7 +13,7 @@ from enum import Enum
 
 from edgellm import envs
 from edgellm.fetch import DEFAULT_MODEL, PACKAGED_MODELS, Progress, ensure_model, is_present
-from edgellm.memory import format_bytes
+from edgellm.memory import count, format_bytes
 
 DEPENDENCIES = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "gguf", "pluggy", "typer", "rich")
 OPTIONAL_DEPENDENCIES = ("cupy-cuda12x", "cupy-cuda13x", "fastapi", "llguidance")
@@ -50,6 +50,7 @@ class Check:
     name: str
     status: Status
     detail: str
+    path: str = ""  # shown on a line of its own, never broken
 
 
 def run_checks(*, on_fetch: Progress | None = None) -> Iterator[Check]:
@@ -116,7 +117,12 @@ def _extensions() -> Check:
 def _devices() -> Check:
     import torch
 
-    parts = [f"cpu ({torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()})"]
+    from edgellm.kernels.cpu._ops import isa_name
+
+    limit = envs.cpu_isa_limit()
+    kernels = isa_name() if limit is None else f"{isa_name()}, limited by EDGELLM_CPU_ISA={limit}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    parts = [f"cpu ({count(torch.get_num_threads(), 'thread')}, torch: {capability}, kernels: {kernels})"]
     if torch.cuda.is_available():
         parts += [f"{torch.cuda.get_device_name(index)} (not used by this version)"
                   for index in range(torch.cuda.device_count())]  # fmt: skip
@@ -144,10 +150,10 @@ def _default_model(on_fetch: Progress | None) -> Check:
     if on_fetch is not None:
         ensure_model(model, on_progress=on_fetch)
     if is_present(model):
-        return Check("default model", Status.OK, f"{model.path} (SHA-256 agrees)")
+        return Check("default model", Status.OK, "fetched, SHA-256 agrees", str(model.path))
     if model.path.exists():
-        return Check("default model", Status.FAILED, f"{model.path} is damaged; run: edgellm doctor --fetch")
-    return Check("default model", Status.NOTE, f"not fetched yet (cache: {envs.home()}); run: edgellm doctor --fetch")
+        return Check("default model", Status.FAILED, "damaged; run: edgellm doctor --fetch", str(model.path))
+    return Check("default model", Status.NOTE, "not fetched yet; run: edgellm doctor --fetch", str(envs.home()))
 
 
 def _self_test() -> Check:

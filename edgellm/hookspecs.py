@@ -30,7 +30,7 @@ class HookSpecs:
 
         Call `register(name, factory, serves, priority=0)` once per policy.  `serves(profile,
         speculative_request) -> bool` says for which deployments and requests the policy is right;
-        `factory(coordinator)` builds one policy object per request handle.
+        `factory(coordinator)` builds one policy object per request handle, and one at start-up as a check.
         """
 
     @hookspec

@@ -26,6 +26,7 @@ from edgellm.prompts import (
     is_conversation,
     params_per_prompt,
     request_of_prompt,
+    require_one_prompt,
     split_conversations,
     split_prompts,
 )
@@ -56,8 +57,8 @@ class LLM:
         model: a Hugging Face folder, a `.gguf` file, or the name of a model that edgellm can fetch.
         device: "auto" or "cpu".
         dtype: "auto" (float32 on a CPU), "float32" or "bfloat16".
-        kv_budget: size of the KV pool: tokens (int), bytes ("4GiB"), a fraction of free memory (float), or None
-            for a default that `memory_budget` shows.
+        kv_budget: size of the KV pool: tokens (int), bytes (text with a unit, "4GiB"), a fraction of free memory
+            (float in (0, 0.95]), or None for a default that `memory_budget` shows.
         page_size: tokens a page; reuse between prompts is in whole pages.
         max_batch_size: most sequences that run at once; further requests wait.
         max_model_len: most tokens of one sequence, prompt and answer together; None is the model's context.
@@ -112,6 +113,8 @@ class LLM:
 
     def _start(self, parts: Parts, seed: int | None) -> None:
         self._seed = seed
+        self._model_name = parts.model_name
+        self._dtype = parts.runtime.kv_dtype
         self._request_numbers = itertools.count()
         self._close_lock = threading.Lock()
         self._runtime: LLMRankRuntime | None = parts.runtime
@@ -140,7 +143,7 @@ class LLM:
             cache_salt: prompts share cached context with prompts of the same salt only; None is the common one.
             use_cache: False computes the whole prompt and keeps nothing of it for later requests.
         Returns:
-            One output a prompt, in their order.
+            One output a prompt, in their order; an empty list for an empty list.
         Raises:
             AdmissionError, InputTooLongError, InvalidArgumentError: a prompt or parameter is wrong.  No prompt
                 of the call was started.
@@ -148,6 +151,7 @@ class LLM:
             ContractViolation: the LLM is closed.
         """
         self._open_engine("generate")
+        _check_cache_options(cache_salt, use_cache)
         requests, is_list = split_prompts(prompts)
         return self._run(requests, sampling_params, "prompts" if is_list else "", cache_salt, use_cache)
 
@@ -170,6 +174,7 @@ class LLM:
         Returns, raises, other arguments: as `generate`.
         """
         self._open_engine("chat")
+        _check_cache_options(cache_salt, use_cache)
         conversations, is_list = split_conversations(messages)
         requests = [
             LLMGenerationRequest(
@@ -199,6 +204,8 @@ class LLM:
             ContractViolation: the LLM is closed.
         """
         engine = self._open_engine("stream")
+        _check_cache_options(cache_salt, use_cache)
+        require_one_prompt(prompt_or_messages)
         if is_conversation(prompt_or_messages):
             request = LLMGenerationRequest(
                 messages=prompt_or_messages,  # type: ignore[arg-type]  # checked by is_conversation
@@ -246,6 +253,11 @@ class LLM:
             if engine is not None:
                 engine.shutdown(ShutdownMode.CANCEL)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._engine is None else "open"
+        pool = f"{self._memory_budget.tokens:,} tokens"
+        return f"LLM({self._model_name!r}, dtype={self._dtype!r}, kv_pool={pool!r}, {state})"
+
     def __enter__(self) -> LLM:
         return self
 
@@ -274,7 +286,6 @@ class LLM:
     def _engine_request(
         self, prepared: PreparedPrompt, cache_salt: str | None, use_cache: bool
     ) -> LLMGenerationRequest:
-        check_cache_salt(cache_salt)
         params = prepared.params
         if params.seed is None and self._seed is not None:
             # A seed of its own for each request: equal prompts should not all get the same sample.
@@ -336,6 +347,12 @@ def _take_oldest(running: deque[tuple[PreparedPrompt, RequestHandle]]) -> Reques
 
 def _closed_error(method: str) -> ContractViolation:
     return ContractViolation(f"{method}: this LLM is closed; make a new one")
+
+
+def _check_cache_options(cache_salt: object, use_cache: object) -> None:
+    check_cache_salt(cache_salt)
+    if not isinstance(use_cache, bool):
+        raise InvalidArgumentError(f"use_cache is {use_cache!r}; it must be True or False")
 
 
 def _check_seed(seed: int | None) -> int | None:

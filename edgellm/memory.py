@@ -37,16 +37,26 @@ class MemoryBudget:
 
     def describe(self) -> str:
         """One line: bytes, pages, tokens, full-length sequences."""
+        each = f"{format_bytes(self.bytes_per_page)} each" if self.num_pages > 1 else format_bytes(self.bytes_per_page)
         return (
-            f"KV cache {format_bytes(self.total_bytes)}: {self.num_pages:,} pages of {self.page_size} tokens "
-            f"({format_bytes(self.bytes_per_page)} each) = {self.tokens:,} tokens, room for "
-            f"{self.full_length_sequences:.1f} sequences of {self.max_model_len:,} tokens"
+            f"KV cache {format_bytes(self.total_bytes)}: {count(self.num_pages, 'page')} of "
+            f"{count(self.page_size, 'token')} ({each}) = {count(self.tokens, 'token')}, "
+            f"{self._sequences()} of full length ({count(self.max_model_len, 'token')})"
         )
 
+    def _sequences(self) -> str:
+        whole = self.tokens // self.max_model_len
+        return f"enough for {count(whole, 'sequence')}" if whole else "less than one sequence"
 
-def format_bytes(count: int) -> str:
-    """`count` with a binary unit and at most one decimal place."""
-    value = float(count)
+
+def count(number: int, noun: str) -> str:
+    """`1 page`, `2 pages`, `1,024 pages`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` with a binary unit and at most one decimal place."""
+    value = float(num_bytes)
     for unit in _UNITS[:-1]:
         if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -93,8 +93,8 @@ class TokenStream:
     """One running request: iterate over it (`for` or `async for`) to get text as it is generated.
 
     Yields non-empty pieces of text whose concatenation is `output.text`; `chunks()` yields
-    `StreamChunk`s with token ids and log-probabilities instead.  Leaving the `with` block, or dropping the
-    last reference, cancels a request that still runs.
+    `StreamChunk`s with token ids and log-probabilities instead.  Leaving the `with` (or `async with`) block, or
+    dropping the last reference, cancels a request that still runs.
 
     Threads: one consumer; `cancel()` from any thread.
 
@@ -123,7 +123,9 @@ class TokenStream:
         """The finished answer; waits for it when the request still runs.
 
         Raises:
-            RequestCancelled, RequestFailed: the request has no answer.
+            RequestCancelled: it was cancelled, by `cancel()` or by leaving the block early: there is no answer,
+                what was streamed is all there is.
+            RequestFailed: it ended with an error.
         """
         if self._output is None:
             self._output = output_from_response(self._prompt_token_ids, self._handle.get())
@@ -166,6 +168,14 @@ class TokenStream:
     ) -> None:
         if self._output is None:
             self.cancel()
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
 
     def _settle(self) -> None:
         """After the last chunk: learn the outcome, so that a failure cannot pass for a short answer."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from edgellm.errors import CallerError, InputTooLongError, InvalidArgumentError
+from edgellm.errors import INPUT_TOO_LONG_MARKER, CallerError, InputTooLongError, InvalidArgumentError
 from edgellm.request import LLMGenerationRequest, Message
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.prompt import build_prompt
@@ -28,29 +28,40 @@ class PromptLimits:
     Attributes:
         max_model_len: tokens one sequence may reach, prompt and answer together.
         pool_tokens: tokens the whole KV pool holds.
-        headroom_tokens: positions beyond the answer that a step may write.
+        headroom_tokens: positions beyond its committed ones that a step may write: the least room for an answer.
+        model_context: what `max_model_len` may be raised to; None when that is not known.
     """
 
     vocab_size: int
     max_model_len: int
     pool_tokens: int
     headroom_tokens: int
+    model_context: int | None = None
 
     def check_length(self, length: int) -> None:
         """Refuse a prompt that never fits together with one generated token.
 
         Raises:
-            InputTooLongError: names the length, the limit and which setting raises it.
+            InputTooLongError: names the length, the limit and which setting raises it, if one does.
         """
         for limit, what, remedy in (
-            (self.max_model_len, "a sequence may reach", "max_model_len (up to the model's context)"),
-            (self.pool_tokens, "the whole KV pool holds", "kv_budget"),
+            (self.max_model_len, "a sequence may reach", self._longer_sequences()),
+            (self.pool_tokens, "the KV pool holds", " or raise kv_budget"),
         ):
-            if length + self.headroom_tokens >= limit:
+            if length + self.headroom_tokens > limit:
+                answer = "1 token" if self.headroom_tokens == 1 else f"{self.headroom_tokens} tokens"
                 raise InputTooLongError(
-                    f"the prompt has {length} tokens and never fits: {what} {limit} tokens, of which the answer needs "
-                    f"at least {1 + self.headroom_tokens}; shorten the prompt or raise {remedy}"
+                    f"the prompt has {length} tokens and never fits: together with an answer of at least {answer} "
+                    f"it exceeds the {limit} tokens that {what}; shorten the prompt{remedy}"
                 )
+
+    def _longer_sequences(self) -> str:
+        """How to get longer sequences; empty when the model has no longer ones."""
+        if self.model_context is None:
+            return " or raise max_model_len"
+        if self.max_model_len >= self.model_context:
+            return ""
+        return f" or raise max_model_len (the model's context is {self.model_context})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,9 @@ class PromptPreparer:
         except CallerError as error:
             if not where:
                 raise
-            raise type(error)(f"{where}: {error}") from error
+            # The marker of a prompt that is too long stays in front; the constructor puts it there.
+            text = str(error).removeprefix(f"{INPUT_TOO_LONG_MARKER}: ")
+            raise type(error)(f"{where}: {text}") from error
         return PreparedPrompt(token_ids, request.sampling)
 
 
@@ -112,12 +125,40 @@ def request_of_prompt(prompt: Any) -> LLMGenerationRequest:
 
 
 def split_prompts(prompts: Any) -> tuple[list[LLMGenerationRequest], bool]:
-    """One prompt or a list of them, as requests, and whether it was a list."""
+    """One prompt or a list of them, as requests, and whether it was a list (an empty list is no prompt)."""
     if _is_single_prompt(prompts):
         return [request_of_prompt(prompts)], False
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         return [request_of_prompt(prompts)], False
-    return [request_of_prompt(prompt) for prompt in prompts], True
+    requests = []
+    for index, prompt in enumerate(prompts):
+        try:
+            requests.append(request_of_prompt(prompt))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"prompts[{index}]: {error}") from error
+    return requests, True
+
+
+def require_one_prompt(value: Any) -> None:
+    """Refuse a list of prompts or conversations where one of them is meant.
+
+    Raises:
+        InvalidArgumentError: a list whose entries are themselves prompts or conversations.
+    """
+    if isinstance(value, np.ndarray):
+        several = value.ndim > 1
+    elif isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not len(value):
+        several = False
+    else:
+        first = value[0]
+        several = isinstance(first, (str, Sequence, np.ndarray)) or (
+            isinstance(first, Mapping) and _is_prompt_dict(first)
+        )
+    if several:
+        raise InvalidArgumentError(
+            f"stream takes one prompt or conversation, this is a list of {len(value)}; call stream once for each, "
+            "or pass the list to generate or chat"
+        )
 
 
 def _is_single_prompt(prompts: Any) -> bool:
@@ -126,7 +167,7 @@ def _is_single_prompt(prompts: Any) -> bool:
     if isinstance(prompts, np.ndarray):
         return prompts.ndim == 1
     is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes)
-    return is_list and (len(prompts) == 0 or isinstance(prompts[0], (int, np.integer)))
+    return is_list and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
 
 
 def split_conversations(messages: Any) -> tuple[list[Conversation], bool]:

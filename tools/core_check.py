@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,8 +50,13 @@ def copy_tree(target: Path) -> None:
     shutil.copytree(ROOT, target, ignore=ignore)
 
 
-def run(command: list[str], cwd: Path, **environment: str) -> None:
-    subprocess.run(command, cwd=cwd, check=True, env={**os.environ, **environment})
+def run(command: list[str], cwd: Path, **environment: str) -> str:
+    """Run a command and return its output; stop the whole check, showing the output, when it fails."""
+    joined = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=cwd, env=joined, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{done.stdout}\ncore_check: exit code {done.returncode} from {' '.join(command)} in {cwd}")
+    return done.stdout
 
 
 def environment_for(python: str, name: str) -> str:
@@ -75,8 +81,8 @@ def check(python: str, name: str, *, debug: bool) -> None:
         raise SystemExit("core_check: no core test was found below tests/unit, tests/property and tests/cython")
     flag = "1" if debug else "0"
     run([python, "setup.py", "--quiet", "build_ext", "--inplace", "-j2"], tree, EDGELLM_DEBUG=flag)
-    run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], tree, EDGELLM_DEBUG=flag)
-    print(f"core_check: {name} passed, {len(tests)} test files, {time.monotonic() - started:.0f} s", flush=True)
+    output = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], tree, EDGELLM_DEBUG=flag)
+    print(f"{output}core_check: {name} passed, {len(tests)} files, {time.monotonic() - started:.0f} s", flush=True)
 
 
 def working_python(version: str) -> str | None:
@@ -93,15 +99,19 @@ def working_python(version: str) -> str | None:
 
 
 def check_matrix() -> None:
+    """Every other version, two at a time: half of the work is waiting for the package index."""
     this = "{}.{}".format(*sys.version_info[:2])
-    for version in VERSIONS:
-        if version == this:
-            continue
-        python = working_python(version)
-        if python is None:
-            print(f"core_check: Python {version} is not installed here, skipped", flush=True)
-            continue
-        check(environment_for(python, version), f"py{version}", debug=False)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for _ in pool.map(check_version, [version for version in VERSIONS if version != this]):
+            pass
+
+
+def check_version(version: str) -> None:
+    python = working_python(version)
+    if python is None:
+        print(f"core_check: Python {version} is not installed here, skipped", flush=True)
+        return
+    check(environment_for(python, version), f"py{version}", debug=False)
 
 
 def main() -> None:

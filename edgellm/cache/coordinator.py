@@ -58,6 +58,7 @@ from edgellm.errors import (
     PluginError,
 )
 from edgellm.log import get_logger
+from edgellm.plugin_guard import build_policy
 from edgellm.plugins import PolicyRegistration, choose_policy, load_plugins, missing_policy_distribution
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class ContextCacheCoordinator:
         mirror: device copy of the page table, when the executor keeps one.
     Raises:
         InvalidArgumentError: geometry of deployment and resources disagrees.
-        PluginError: no registered policy serves this deployment.
+        PluginError: no registered policy serves this deployment, or the one that does is broken.
 
     `close()` ends it.  A disabled cache (`config.enabled=False`) manages pages all the same and treats
     every sequence as lookup bypass.
@@ -114,8 +115,7 @@ class ContextCacheCoordinator:
         self.page_size = deployment.page_size
         self.counters = ContextCacheMetrics()
         self._policies = tuple(load_plugins().policies if policies is None else policies)
-        for speculative in {False, profile.is_speculative}:
-            choose_policy(self._policies, profile, speculative)
+        chosen = [choose_policy(self._policies, profile, kind) for kind in {False, profile.is_speculative}]
         self._quarantine = Quarantine(synchronizer or synchronize_stream)
         self._rows = RowBinder(resources.base_page_table, mirror)
         self._manager = ContextCacheManager(
@@ -127,6 +127,8 @@ class ContextCacheCoordinator:
         self._closed = False
         self._live: dict[int, Impl] = {}
         self._occupied: dict[int, Impl] = {}
+        for registration in chosen:
+            build_policy(registration, self)  # a broken factory is found here, not by the first request
 
     # --- queries -----------------------------------------------------------------------------------------
 
@@ -219,7 +221,7 @@ class ContextCacheCoordinator:
 
     def _new_impl(self, admission: ContextCacheBatchAdmission) -> Impl:
         chosen = choose_policy(self._policies, self.profile, admission.speculative_request)
-        policy = chosen.factory(self)
+        policy = build_policy(chosen, self)
         impl = Impl(self, self.stream, self.deployment.max_batch_size)
         impl.publication_policy = policy
         impl.speculative_request = admission.speculative_request
@@ -784,7 +786,7 @@ class ContextCacheCoordinator:
 def _complete_ledger(
     impl: Impl,
     advances: Sequence[ContextCacheSequenceAdvance] | None,
-    committed_before: npt.NDArray[np.int32] | None,
+    committed_before: npt.NDArray[np.int64] | None,
 ) -> bool:
     """Apply what a policy hook left out of a step; whether there was something."""
     if advances is None or committed_before is None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from edgellm.errors import InvalidArgumentError
+from edgellm.log import get_logger
 from edgellm.memory import format_bytes
 
 if TYPE_CHECKING:
@@ -21,9 +22,13 @@ if TYPE_CHECKING:
 
     from edgellm.models.config import ModelConfig
 
+logger = get_logger(__name__)
+
 KV_DTYPES = (torch.float32, torch.bfloat16)
 DEFAULT_MEMORY_FRACTION = 0.5
-_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+MAX_MEMORY_FRACTION = 0.95  # the rest is for scratch memory and for whatever else runs
+BUDGET_FORMS = "pass an int for tokens, a size like '2GiB' for bytes, or a float for a fraction of free memory"
+_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", re.IGNORECASE)
 _SIZE_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -212,7 +217,7 @@ def parse_kv_budget(
     """How many pages a budget buys.
 
     Args:
-        budget: tokens (int), bytes ("4GiB", "512MB"), a fraction of free memory (float in (0, 1]), or None:
+        budget: tokens (int), bytes ("4GiB", "512MB"), a fraction of free memory (float in (0, 0.95]), or None:
             `default_tokens`, but at most half of free memory.
         free_bytes: memory that a new allocation could use.
     Raises:
@@ -224,6 +229,11 @@ def parse_kv_budget(
         raise InvalidArgumentError(
             f"kv_budget {budget!r} holds no page: one page of {page_size} tokens takes {format_bytes(bytes_per_page)}, "
             f"{format_bytes(free_bytes)} are free; raise kv_budget or lower page_size"
+        )
+    if num_pages < 2:
+        logger.warning(
+            "the KV pool has 1 page of %d tokens; raise kv_budget or lower page_size, or nothing can be reused",
+            page_size,
         )
     if result.total_bytes > free_bytes:
         raise InvalidArgumentError(
@@ -240,26 +250,30 @@ def _pages_of(
         most = int(free_bytes * DEFAULT_MEMORY_FRACTION) // bytes_per_page
         return min(-(-default_tokens // page_size), most)
     if isinstance(budget, bool):
-        raise InvalidArgumentError(f"kv_budget is {budget!r}; give tokens, a size or a fraction")
+        raise InvalidArgumentError(f"kv_budget is {budget!r}; {BUDGET_FORMS}")
     if isinstance(budget, int):
         if budget < 1:
             raise InvalidArgumentError(f"kv_budget is {budget} tokens; at least 1 is needed")
         return -(-budget // page_size)
     if isinstance(budget, float):
-        if not 0.0 < budget <= 1.0:
-            raise InvalidArgumentError(f"kv_budget is the fraction {budget}; it must be in (0, 1]; tokens are an int")
+        if not 0.0 < budget <= MAX_MEMORY_FRACTION:
+            raise InvalidArgumentError(
+                f"kv_budget is the fraction {budget}; it must be in (0, {MAX_MEMORY_FRACTION}]; {BUDGET_FORMS}"
+            )
         return int(free_bytes * budget) // bytes_per_page
     return parse_size(budget) // bytes_per_page
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "4GiB", "512MB", "1.5 GiB" or "1024"; MB is 10^6, MiB is 2^20.
+    """Bytes of "4GiB", "512MB", "1.5 GiB" or "1024B"; MB is 10^6, MiB is 2^20.
 
     Raises:
-        InvalidArgumentError: not a size.
+        InvalidArgumentError: not a size, or a number without a unit (which could mean anything).
     """
     match = _SIZE_PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is None or (match[3] and not match[2]):
-        raise InvalidArgumentError(f"kv_budget is {text!r}; a size looks like '4GiB' or '512MB'")
+        raise InvalidArgumentError(f"kv_budget is {text!r}; {BUDGET_FORMS}")
+    if not match[2] and not match[4]:
+        raise InvalidArgumentError(f"kv_budget is {text!r}, text without a unit; {BUDGET_FORMS}")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** _SIZE_PREFIXES[match[2].upper()])

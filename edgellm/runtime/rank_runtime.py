@@ -15,6 +15,7 @@ from edgellm.cache.types import (
     ContextCachePhysicalResources,
 )
 from edgellm.errors import AdmissionError, ContractViolation, RequestFailed
+from edgellm.plugin_guard import build_decoder
 from edgellm.sampling.sampler import Sampler
 from edgellm.session.frame import SessionGeometry
 from edgellm.session.rank_session import RankRuntimeSession
@@ -78,7 +79,7 @@ class LLMRankRuntime:
         self.tokenizer = tokenizer
         self.deployment = deployment
         self.reserve_growth = reserve_growth
-        self.decoder: DecodingStrategy = plugins.choose_decoder(decoder_kind).factory()
+        self.decoder: DecodingStrategy = build_decoder(plugins.choose_decoder(decoder_kind))
         self.sampler = Sampler()
         self.page_table = KVPageTable(deployment.max_batch_size, deployment.pages_per_slot, deployment.num_pages)
         profile = ContextCacheDeploymentProfile(
@@ -109,6 +110,11 @@ class LLMRankRuntime:
         self._session: RankRuntimeSession | None = None
         self._latch = threading.Lock()
         self._closed = False
+
+    @property
+    def kv_dtype(self) -> str:
+        """Element type of the KV pages."""
+        return self._kv_dtype
 
     def open_session(self, options: SessionOptions | None = None) -> RankRuntimeSession:
         """A session, to be driven by the calling thread alone and closed before the next one opens.

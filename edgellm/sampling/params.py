@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from edgellm.errors import InvalidArgumentError
 
@@ -61,9 +62,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        set_field(self, "stop", stop)
-        set_field(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        set_field(self, "stop", _as_tuple("stop", stop, "text or a list of texts"))
+        set_field(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids"))
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise InvalidArgumentError(f"logit_bias is {self.logit_bias!r}; it must be a dict from token id to bias")
         set_field(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         self._check()
 
@@ -102,7 +105,7 @@ class SamplingParams:
                 raise InvalidArgumentError(f"stop contains {text!r}; each stop string must be non-empty text")
             if len(text) > MAX_STOP_STRING_LENGTH:
                 raise InvalidArgumentError(
-                    f"a stop string has {len(text)} characters, the limit is {MAX_STOP_STRING_LENGTH}; use a shorter one"
+                    f"a stop string has {len(text)} characters, the limit is {MAX_STOP_STRING_LENGTH}; shorten it"
                 )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids entry", token_id, low=0, high=2**31 - 1)
@@ -115,6 +118,15 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias token id", token_id, low=0, high=2**31 - 1)
             _check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
+
+
+def _as_tuple(name: str, value: object, wanted: str) -> tuple[Any, ...]:
+    """A list, tuple or set as a tuple; None is an empty one."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be {wanted}")
+    return tuple(value)
 
 
 def _check_int(name: str, value: object, *, low: int, high: int) -> None:

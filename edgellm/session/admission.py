@@ -114,12 +114,15 @@ class SessionAdmission(SessionFrame):
                 f"tokens, the whole KV pool has {geometry.num_pages}; raise kv_budget or shorten the prompt"
             )
         requested = request.sampling.max_tokens
-        room = min(capacity, pool_tokens) - length - extra
+        # The last generated token never gets state, so plain decoding (one extra position) may fill the limit.
+        limit = min(capacity, pool_tokens)
+        room = limit - length - (extra - 1)
         if room <= 0:
-            what = "max_model_len" if capacity <= pool_tokens else "kv_budget"
+            what = "a sequence may reach" if capacity <= pool_tokens else "the KV pool holds"
+            remedy = "shorten the prompt" if capacity <= pool_tokens else "shorten the prompt or raise kv_budget"
             return 0, (
-                f"the prompt has {length} of {min(capacity, pool_tokens)} tokens and leaves no room to generate; "
-                f"shorten it or raise {what}"
+                f"the prompt has {length} tokens; together with an answer of at least {extra} it exceeds the {limit} "
+                f"that {what}; {remedy}"
             )
         if room < requested:
             _logger.warning("max_tokens %d is cut to %d: a prompt of %d tokens leaves no more", requested, room, length)

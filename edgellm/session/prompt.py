@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def build_prompt(request: LLMGenerationRequest, tokenizer: Any, *, vocab_size: i
         AdmissionError: empty prompt, an id out of range, or the tokenizer or template failed.
     """
     ids = request.prompt_token_ids if request.prompt_token_ids is not None else _tokenize(request, tokenizer)
-    prompt = _as_int64(ids)
+    prompt = _as_integers(ids)
     if not len(prompt):
         raise AdmissionError("the prompt is empty (0 tokens); it needs at least 1 token")
     low, high = int(prompt.min()), int(prompt.max())
@@ -64,17 +65,34 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     return plain
 
 
-def _as_int64(ids: Any) -> npt.NDArray[np.int64]:
+def _as_integers(ids: Any) -> npt.NDArray[Any]:
+    """(n,) array of an integer type, or of Python ints where one exceeds 64 bits."""
+    if hasattr(ids, "__array__"):  # numpy's own, and tensors
+        ids = np.asarray(ids)
+        if ids.ndim != 1:
+            raise AdmissionError(f"prompt_token_ids has {ids.ndim} dimensions; pass one flat list of integers")
+    elif isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise AdmissionError(f"prompt_token_ids is a {type(ids).__name__}; pass one flat list of integers")
+    if not len(ids):
+        return np.zeros(0, dtype=np.int64)
     try:
         array = np.asarray(ids)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise AdmissionError(f"prompt_token_ids cannot be read as token ids: {error}; pass a list of ints") from error
-    if array.size == 0:
-        return np.zeros(0, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        array = np.empty(0, dtype=object)  # ragged, or of no type that numpy knows: looked at one by one
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise AdmissionError(
-            f"prompt_token_ids has shape {array.shape} and type {array.dtype}; pass a flat list of integers"
-        )
-    if array.dtype == np.uint64:
-        array = np.minimum(array, np.uint64(2**62))
-    return array.astype(np.int64)
+        _refuse_odd_entry(ids)
+        # Integers, some of them beyond 64 bits: kept as they are, for the message that refuses them.
+        return np.array([int(entry) for entry in ids], dtype=object)
+    return array
+
+
+def _refuse_odd_entry(ids: Sequence[Any]) -> None:
+    """Name the first entry that is no integer."""
+    for position, entry in enumerate(ids):
+        if isinstance(entry, (list, tuple, np.ndarray)):
+            raise AdmissionError(
+                f"prompt_token_ids[{position}] is itself a list; pass one flat list of integers for one prompt"
+            )
+        if isinstance(entry, (bool, np.bool_)) or not isinstance(entry, (int, np.integer)):
+            shown = entry.item() if isinstance(entry, np.generic) else entry
+            raise AdmissionError(f"prompt_token_ids[{position}] is {shown!r}; a token id is an integer")

@@ -50,8 +50,8 @@ def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
     """Validate a request of a served kind, before it is templated and tokenised.
 
     Raises:
-        AdmissionError: no prompt or several, a limit exceeded, a malformed message, a bias outside the
-            vocabulary.
+        AdmissionError: no prompt or several, a limit exceeded, a malformed message, a bias or a
+            stop token id outside the vocabulary.
     """
     if not isinstance(request.sampling, SamplingParams):
         raise AdmissionError(
@@ -73,11 +73,12 @@ def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
         _check_text(request.prompt, "prompt", MAX_PROMPT_TEXT_BYTES)
     if request.messages is not None:
         _check_messages(request.messages)
-    for token_id in request.sampling.logit_bias:
-        if token_id >= vocab_size:
-            raise AdmissionError(
-                f"logit_bias names token id {token_id}, ids go from 0 to {vocab_size - 1}; remove the entry"
-            )
+    for name in ("logit_bias", "stop_token_ids"):
+        for token_id in getattr(request.sampling, name):
+            if token_id >= vocab_size:
+                raise AdmissionError(
+                    f"{name} names token id {token_id}, ids go from 0 to {vocab_size - 1}; remove the entry"
+                )
 
 
 def check_cache_salt(salt: object) -> None:

@@ -308,8 +308,8 @@ def test_cancelling_the_reading_task_cancels_the_request(llm: LLM) -> None:
     [
         ([PROMPT, []], AdmissionError, r"prompts\[1\]: the prompt is empty \(0 tokens\)"),
         ([PROMPT, [5, VOCAB]], AdmissionError, r"prompts\[1\]: prompt token 300 at position 1.*0 to 299"),
-        ([PROMPT, [5] * 300], InputTooLongError, r"prompts\[1\]: .*300 tokens and never fits: a seq.* 256"),
-        ([PROMPT, 7.5], InvalidArgumentError, "a prompt is a float"),
+        ([PROMPT, [5] * 300], InputTooLongError, r"prompts\[1\]: .*300 tokens and never fits: .* 256"),
+        ([PROMPT, 7.5], InvalidArgumentError, r"prompts\[1\]: a prompt is a float"),
     ],
 )
 def test_a_bad_prompt_fails_the_call_before_any_starts(
@@ -322,6 +322,88 @@ def test_a_bad_prompt_fails_the_call_before_any_starts(
     assert stream.output.token_ids == toy_generate([7, 7, 7], 200, VOCAB)
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"cache_salt": 5}, AdmissionError, "cache_salt is a int; it must be text"),
+        ({"cache_salt": b"x"}, AdmissionError, "cache_salt is a bytes; it must be text"),
+        ({"cache_salt": "\ud800"}, AdmissionError, "cache_salt is not valid Unicode text"),
+        ({"use_cache": "no"}, InvalidArgumentError, "use_cache is 'no'; it must be True or False"),
+        ({"use_cache": 0}, InvalidArgumentError, "use_cache is 0; it must be True or False"),
+        ({"use_cache": None}, InvalidArgumentError, "use_cache is None; it must be True or False"),
+    ],
+)
+def test_bad_cache_options_are_refused_at_once_and_a_stream_goes_on(
+    llm: LLM, options: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    stream = llm.stream([7, 7, 7], LONG)
+    user = [{"role": "user", "content": "hi"}]
+    for call, prompt in ((llm.generate, PROMPT), (llm.chat, user), (llm.stream, PROMPT), (llm.generate, [])):
+        with pytest.raises(kind, match=message):
+            call(prompt, GREEDY, **options)  # type: ignore[operator]
+    assert llm.engine_metrics().submitted == 1
+    assert stream.output.token_ids == toy_generate([7, 7, 7], 200, VOCAB)
+
+
+def test_a_stop_token_id_outside_the_vocabulary_is_refused_before_it_starts(llm: LLM) -> None:
+    params = SamplingParams(stop_token_ids=[VOCAB])
+    with pytest.raises(AdmissionError, match="stop_token_ids names token id 300, ids go from 0 to 299"):
+        llm.generate(PROMPT, params)
+    assert llm.engine_metrics().submitted == 0
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    assert llm.generate((), []) == []
+    assert llm.engine_metrics().submitted == 0
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [PROMPT, PROMPT],
+        ["one", "two"],
+        ["one"],
+        [{"prompt": "one"}, {"prompt": "two"}],
+        np.zeros((2, 3), np.int64),
+        [np.array([1, 2]), np.array([3])],
+        [[{"role": "user", "content": "hi"}]],
+    ],
+)
+def test_stream_takes_one_prompt(llm: LLM, prompts: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="stream takes one prompt or conversation, this is a list of"):
+        llm.stream(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+def test_async_with_cancels_what_was_left(llm: LLM) -> None:
+    async def main() -> str:
+        async with llm.stream([10, 20], GREEDY) as stream:
+            text = "".join([piece async for piece in stream])
+        async with llm.stream(PROMPT, LONG) as left:
+            async for _ in left:
+                break
+        return text
+
+    assert asyncio.run(main()) == ToyTokenizer(VOCAB).decode(toy_generate([10, 20], 8, VOCAB))
+    wait_until_idle(llm)
+    assert llm.engine_metrics().cancelled == 1
+
+
+def test_the_repr_names_model_pool_and_state(parts: Parts, tiny_model_dir: Path) -> None:
+    model = LLM.from_parts(parts)
+    assert repr(model) == "LLM('toy', dtype='int64', kv_pool='512 tokens', open)"
+    model.close()
+    assert repr(model) == "LLM('toy', dtype='int64', kv_pool='512 tokens', closed)"
+    with LLM(tiny_model_dir, kv_budget=1024, page_size=16) as tiny:
+        assert repr(tiny) == f"LLM({str(tiny_model_dir)!r}, dtype='float32', kv_pool='1,024 tokens', open)"
+
+
+def test_the_package_lists_public_names_only() -> None:
+    import edgellm
+
+    assert dir(edgellm) == sorted(edgellm.__all__)
+
+
 def test_an_unknown_role_is_refused(llm: LLM) -> None:
     with pytest.raises(AdmissionError, match=r"messages\[0\] has the role 'robot'"):
         llm.chat([{"role": "robot", "content": "x"}])
@@ -329,7 +411,7 @@ def test_an_unknown_role_is_refused(llm: LLM) -> None:
 
 def test_a_prompt_longer_than_the_pool_never_fits() -> None:
     with LLM.from_parts(toy_parts(num_pages=8)) as small:
-        with pytest.raises(InputTooLongError, match=r"40 tokens and never fits: the whole KV pool holds 32"):
+        with pytest.raises(InputTooLongError, match=r"40 tokens and never fits: .* 32 tokens that the KV pool holds"):
             small.generate([5] * 40, GREEDY)
         (output,) = small.generate([5] * 20, GREEDY)
         assert output.token_ids == toy_generate([5] * 20, 8, VOCAB)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +16,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from edgellm import __version__, cli, doctor
+from edgellm import LLM, __version__, cli, doctor, envs, plugins
 from edgellm.cache.types import ReuseReport, ReuseStopReason
 from edgellm.errors import EdgeLLMError, InputTooLongError, InvalidArgumentError
+from edgellm.kernels.cpu._ops import isa_name
 from edgellm.outputs import RequestOutput, RequestTimings
 from edgellm.sampling.params import SamplingParams
+from edgellm.terminal import NAME_WIDTH, fetch_progress, fixed_width, load_progress, waiting
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.0)
 
@@ -138,8 +145,9 @@ def test_an_unknown_slash_command_is_not_sent(
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [(None, None), ("4096", 4096), ("4_096", 4096), ("0.25", 0.25), ("2GiB", "2GiB"), ("-5", -5), ("half", "half")],
-)
+    [(None, None), ("4096", 4096), ("4_096", 4096), ("0.25", 0.25), ("2GiB", "2GiB"), ("-5", -5), ("half", "half"),
+     (".5", 0.5), ("1.0", 1.0), ("1e3", "1e3"), ("nan", "nan"), ("1.5 GiB", "1.5 GiB")],
+)  # fmt: skip
 def test_kv_budget_text(text: str | None, value: object) -> None:
     parsed = cli.parse_kv_budget(text)
     assert parsed == value
@@ -162,8 +170,160 @@ def test_plugins_lists_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "200")
     result = CliRunner().invoke(cli.app, ["plugins"])
     assert result.exit_code == 0
-    for word in ("base-endpoint", "vanilla", "builtin", "edgellm_register_decoders", "1.0-1.0"):
+    for word in ("base-endpoint", "vanilla", "builtin", "decoders", "publication_policies", "1.0-1.0"):
         assert word in result.output
+
+
+def test_plugins_fit_80_columns_without_breaking_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(cli.app, ["plugins"])
+    lines = [line.split() for line in result.output.splitlines()]
+    version = plugins._own_version()
+    assert ["base-endpoint", "edgellm", version, "1.0-1.0", "publication_policies", "builtin"] in lines
+    assert ["vanilla", "edgellm", version, "1.0-1.0", "decoders", "builtin"] in lines
+    assert max(len(line) for line in result.output.splitlines()) <= 80
+
+
+def test_a_failed_plugin_tells_its_reason_below_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("EDGELLM_PLUGINS", "absent")
+    result = CliRunner().invoke(cli.app, ["plugins"])
+    assert result.exit_code == 1
+    reason = "EDGELLM_PLUGINS names it, but it is not installed; install it or take it off the list"
+    assert f"absent: {reason}" in result.output.splitlines()
+
+
+class PlainTokenizer:
+    has_chat_template = False
+
+
+class ModelWithoutTemplate:
+    tokenizer = PlainTokenizer()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"), [(["chat"], "edgellm generate --raw"), (["generate", "hi"], "pass --raw"), (["demo"], "")]
+)
+def test_a_model_without_a_chat_template_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    consoles: tuple[io.StringIO, io.StringIO],
+    arguments: list[str],
+    remedy: str,
+) -> None:
+    monkeypatch.setattr(cli, "open_llm", lambda choice: contextlib.nullcontext(ModelWithoutTemplate()))
+    monkeypatch.setattr("sys.argv", ["edgellm", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    assert consoles[0].getvalue() == ""
+    assert consoles[1].getvalue().startswith("error: this model has no chat template")
+    assert remedy in consoles[1].getvalue()
+
+
+def test_options_reach_the_model_and_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "open_llm", lambda choice: contextlib.nullcontext(seen.append(choice)))
+    monkeypatch.setattr(cli, "require_chat_template", lambda llm, remedy: None)
+    monkeypatch.setattr(cli, "chat_loop", lambda llm, params, **options: seen.append(params))
+    monkeypatch.setattr("edgellm.demo.run_demo", lambda llm, console, *, max_tokens: True)
+    runner = CliRunner()
+    assert runner.invoke(cli.app, ["chat", "--stop", "END", "--stop", "###"]).exit_code == 0
+    assert runner.invoke(cli.app, ["demo"]).exit_code == 0
+    assert runner.invoke(cli.app, ["demo", "--kv-budget", "4096"]).exit_code == 0
+    assert seen[1].stop_strings == ("END", "###")
+    assert [choice.kv_budget for choice in seen[2:]] == ["8192", "4096"]
+
+
+def test_progress_is_one_plain_line_where_nobody_watches(consoles: tuple[io.StringIO, io.StringIO]) -> None:
+    console = cli.err
+    with (
+        fetch_progress(console, "a-model") as on_fetch,
+        load_progress(console) as on_load,
+        waiting(console, "importing torch"),
+    ):
+        for done in (0, 50, 92_871_040):
+            on_fetch(done, 92_871_040)
+        for name in ("a", "b"):
+            on_load(1, 3 << 20, name)
+    assert consoles[1].getvalue() == "fetching a-model (93 MB)\nloading weights (3.0 MiB)\n"
+
+
+def test_nothing_is_written_when_nothing_is_fetched_or_loaded(consoles: tuple[io.StringIO, io.StringIO]) -> None:
+    with fetch_progress(cli.err, "a-model"), load_progress(cli.err), waiting(cli.err, "importing torch"):
+        pass
+    assert consoles[1].getvalue() == ""
+
+
+@pytest.mark.parametrize("name", ["a", "model.layers.12.post_attention_layernorm.weight"])
+def test_the_loading_bar_keeps_its_width(name: str) -> None:
+    assert len(fixed_width(name)) == NAME_WIDTH
+    assert fixed_width(name).rstrip().endswith(name[-20:])
+
+
+def test_json_times_have_three_decimals() -> None:
+    timings = RequestTimings(queue_ms=1.23456, time_to_first_token_ms=2.0, total_ms=3.00049, tokens_per_second=9.87654)
+    plain = cli._as_plain(dataclasses.replace(make_output(), timings=timings))
+    assert plain["timings"] == {
+        "queue_ms": 1.235,
+        "time_to_first_token_ms": 2.0,
+        "total_ms": 3.0,
+        "tokens_per_second": 9.877,
+    }
+
+
+def test_one_token_is_singular() -> None:
+    output = dataclasses.replace(make_output(prompt_tokens=1, reused=0), token_ids=[5])
+    assert "reused 0 of 1 prompt token (" in cli.describe_turn(output)
+    assert ", 1 token, " in cli.describe_turn(output)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+
+
+def test_the_command_line_shows_log_lines_when_a_level_is_set() -> None:
+    code = (
+        "import sys; sys.argv = ['edgellm', '--version']\n"
+        "from edgellm import cli, log\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "log.get_logger('edgellm.x').info('hello %d', 5)\n"
+    )
+    assert run_python(code, EDGELLM_LOG_LEVEL="info").stderr.rstrip().endswith("INFO edgellm.x: hello 5")
+    assert run_python(code, EDGELLM_LOG_LEVEL="").stderr == ""
+
+
+def test_a_nonsense_log_level_is_warned_about_once_and_names_the_levels() -> None:
+    code = "from edgellm import log; log.get_logger('a').info('x'); log.get_logger('b').warning('y')"
+    assert run_python(code, EDGELLM_LOG_LEVEL="loud").stderr.splitlines() == [
+        "EDGELLM_LOG_LEVEL is 'LOUD'; it must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL; WARNING is used",
+        "y",
+    ]
+
+
+def test_a_nonsense_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGELLM_CPU_ISA", "avx2")
+    with pytest.raises(InvalidArgumentError, match=r"EDGELLM_CPU_ISA is 'avx2'; set it to 0 \(portable\), 1 \(AVX2\)"):
+        envs.cpu_isa_limit()
+    with pytest.raises(InvalidArgumentError, match="EDGELLM_CPU_ISA"):
+        LLM("no/such/model")
+
+
+def test_doctor_shows_the_instruction_set_in_use(tmp_path: Any) -> None:
+    code = "from edgellm import doctor; print(doctor._devices().detail)"
+    assert "kernels: portable, limited by EDGELLM_CPU_ISA=0" in run_python(code, EDGELLM_CPU_ISA="0").stdout
+    unlimited = run_python(code, EDGELLM_CPU_ISA="").stdout
+    assert f"kernels: {isa_name()})" in unlimited
+
+
+def test_doctor_prints_a_path_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    home = tmp_path / ("long" * 20)
+    monkeypatch.setenv("EDGELLM_HOME", str(home))
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert f"default model: {home}" in result.output.splitlines()
 
 
 def test_an_error_of_edgellm_is_one_line_and_exit_code_1(

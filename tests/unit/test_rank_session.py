@@ -261,9 +261,9 @@ def test_behaviours_23_and_24_budget(benches: list[Bench]) -> None:
     benches.append(bench)
     bench.drive.admit(request(prompt_of(20), 500))
     bench.drive.run()
-    assert bench.drive.finished[1].generated_ids == twin(prompt_of(20), 11)
+    assert bench.drive.finished[1].generated_ids == twin(prompt_of(20), 12)
     assert bench.drive.finished[1].terminal_reason is FinishReason.LENGTH
-    assert bench.drive.admit(request(prompt_of(31))).status is AdmissionStatus.REJECTED
+    assert bench.drive.admit(request(prompt_of(32))).status is AdmissionStatus.REJECTED
 
 
 def test_stop_token_id_outside_the_vocabulary_is_an_admission_error(bench: Bench) -> None:
@@ -603,8 +603,8 @@ def test_blocking_request_raises_its_failure(bench: Bench) -> None:
     bench.runtime.executor.fail_next()
     with pytest.raises(RequestFailed, match="toy executor: injected"):
         bench.runtime.handle_request(request(prompt_of(5)))
-    with pytest.raises(AdmissionError, match="no room to generate"):
-        bench.runtime.handle_request(request(prompt_of(127)))
+    with pytest.raises(AdmissionError, match="an answer of at least 1 it exceeds the 128"):
+        bench.runtime.handle_request(request(prompt_of(128)))
     assert bench.runtime.handle_request(request(prompt_of(5), 3)).token_ids == twin(prompt_of(5), 3)
     bench.open()
 

@@ -118,3 +118,21 @@ def test_a_stop_string_of_unbounded_length_is_refused() -> None:
     assert SamplingParams(stop="x" * 1024).stop_strings == ("x" * 1024,)
     with pytest.raises(InvalidArgumentError, match="has 1025 characters, the limit is 1024"):
         SamplingParams(stop=["ok", "x" * 1025])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("stop", 5, "stop is 5; it must be text or a list of texts"),
+        ("stop", {"a": 1}, "stop is {'a': 1}; it must be text or a list of texts"),
+        ("stop", b"x", "stop is b'x'; it must be text or a list of texts"),
+        ("stop_token_ids", 5, "stop_token_ids is 5; it must be a list of token ids"),
+        ("stop_token_ids", "5", "stop_token_ids is '5'; it must be a list of token ids"),
+        ("logit_bias", [1], "logit_bias is [1]; it must be a dict from token id to bias"),
+        ("logit_bias", 7, "logit_bias is 7; it must be a dict from token id to bias"),
+    ],
+)
+def test_collections_of_a_wrong_type_are_named(field: str, value: object, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value) == message

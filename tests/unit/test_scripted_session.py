@@ -143,10 +143,10 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_token_ids": [5, 512, 6]}, "prompt token 512 at position 1 .* from 0 to 511"),
     ({"prompt_token_ids": [5, -1]}, "prompt token -1 at position 1"),
     ({"prompt_token_ids": [2**40]}, "prompt token 1099511627776"),
-    ({"prompt_token_ids": [1.5]}, "flat list of integers"),
-    ({"prompt_token_ids": [True]}, "flat list of integers"),
+    ({"prompt_token_ids": [1.5]}, "is 1.5; a token id is an integer"),
+    ({"prompt_token_ids": [True]}, "is True; a token id is an integer"),
     ({"prompt_token_ids": [[1, 2]]}, "flat list of integers"),
-    ({"prompt_token_ids": [[1, 2], [3]]}, "cannot be read as token ids"),
+    ({"prompt_token_ids": [[1, 2], [3]]}, "flat list of integers for one prompt"),
     ({"prompt": 7}, "prompt is a int"),
     ({"prompt": "x" * (2**20 + 1)}, "has 1048577 bytes, the limit is 1048576"),
     ({"prompt": "\ud800"}, "lone surrogates"),
@@ -316,16 +316,18 @@ def test_behaviour_23_budget_is_clamped_and_ends_with_length_there() -> None:
     drive.admit(request("x" * 10, max_tokens=500))
     drive.run()
     assert drive.finished[1].terminal_reason is FinishReason.LENGTH
-    assert len(drive.finished[1].generated_ids) == 16 - 10 - 1
+    assert len(drive.finished[1].generated_ids) == 16 - 10
 
 
 def test_behaviour_24_no_room_to_generate_is_rejected() -> None:
     _, drive = make(max_kv_capacity=16)
-    result = drive.admit(request("x" * 15))
+    result = drive.admit(request("x" * 16))
     assert result.status is AdmissionStatus.REJECTED
     assert result.reason == (
-        "the prompt has 15 of 16 tokens and leaves no room to generate; shorten it or raise max_model_len"
+        "the prompt has 16 tokens; together with an answer of at least 1 it exceeds the 16 that a sequence may reach; "
+        "shorten the prompt"
     )
+    assert drive.admit(request("x" * 15)).status is AdmissionStatus.ADMITTED
 
 
 def test_behaviour_25_session_lost_is_not_an_admission_error() -> None:
