@@ -251,10 +251,10 @@ def make_rope(kind: str, fields: Fields, *, max_positions: int) -> RopeConfig:
         low_freq_factor=fields.number("low_freq_factor", above=0, default=1.0),
         high_freq_factor=fields.number("high_freq_factor", above=0, default=1.0),
         attention_factor=fields.optional_number("attention_factor", above=0),
-        beta_fast=fields.number("beta_fast", above=0, default=32.0),
-        beta_slow=fields.number("beta_slow", above=0, default=1.0),
-        mscale=fields.optional_number("mscale", above=0),
-        mscale_all_dim=fields.optional_number("mscale_all_dim", above=0),
+        beta_fast=_number_unless_zero(fields, "beta_fast") or 32.0,
+        beta_slow=_number_unless_zero(fields, "beta_slow") or 1.0,
+        mscale=_number_unless_zero(fields, "mscale"),
+        mscale_all_dim=_number_unless_zero(fields, "mscale_all_dim"),
         truncate=fields.flag("truncate", default=True),
     )
     if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
@@ -263,6 +263,11 @@ def make_rope(kind: str, fields: Fields, *, max_positions: int) -> RopeConfig:
             f"{rope.low_freq_factor}; the high one must be larger"
         )
     return rope
+
+
+def _number_unless_zero(fields: Fields, name: str) -> float | None:
+    """None for zero: some checkpoints write it for "not set"."""
+    return None if fields.get(name) == 0 else fields.optional_number(name, above=0)
 
 
 def _head_dim(fields: Fields, architecture: Architecture, hidden_size: int, num_heads: int) -> int:

@@ -167,7 +167,7 @@ class GgufSource:
         values = {
             # The format's documented default, which converters leave out.
             "rope_theta": fields.number(base, above=1, default=10000.0),
-            "factor": fields.get(f"{scaling}.factor"),
+            "factor": fields.get(f"{scaling}.factor") or None,  # zero means none in this format
             "original_max_position_embeddings": fields.get(f"{scaling}.original_context_length"),
             "attention_factor": fields.get(f"{scaling}.attn_factor"),
         }

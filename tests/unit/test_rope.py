@@ -76,6 +76,13 @@ def test_angles_are_cosine_and_sine_times_the_scale() -> None:
     assert table[1, 1, 0].item() == pytest.approx(2.0 * math.sin(3.0), rel=1e-6)
 
 
+def test_zero_counts_as_not_set() -> None:
+    zeros = {"beta_fast": 0, "beta_slow": 0.0, "mscale": 0.0, "mscale_all_dim": 0}
+    plain = {"rope_theta": 1e4, "factor": 4.0}
+    make = [make_rope("yarn", Fields("config.json", plain | more), max_positions=64) for more in ({}, zeros)]
+    assert make[0] == make[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
