@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgellm import errors
     from edgellm.cache.types import ReuseReport, ReuseStopReason
     from edgellm.errors import EdgeLLMError
     from edgellm.llm import LLM
@@ -39,10 +40,13 @@ __all__ = [
     "SamplingParams",
     "TokenStream",
     "__version__",
+    "errors",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("edgellm.errors")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'edgellm' has no attribute {name!r}; public names: {', '.join(__all__)}")

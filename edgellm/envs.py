@@ -24,7 +24,11 @@ class EnvVar:
 VARIABLES: tuple[EnvVar, ...] = (
     EnvVar("EDGELLM_HOME", "~/.cache/edgellm", "folder for the fetched default model"),
     EnvVar("EDGELLM_LOG_LEVEL", "WARNING", "level of the `edgellm` loggers: DEBUG, INFO, WARNING, ERROR, CRITICAL"),
-    EnvVar("EDGELLM_PLUGINS", "all installed", "comma-separated entry point names to load; empty loads none"),
+    EnvVar(
+        "EDGELLM_PLUGINS",
+        "all installed",
+        "names of plugins to load beside the built-ins, comma-separated; empty: none",
+    ),
     EnvVar("EDGELLM_PLUGINS_STRICT", "0", "1 raises when a plugin fails to load instead of skipping it"),
     EnvVar("EDGELLM_CPU_ISA", "the best there is", "highest CPU kernel instruction set: 0 portable, 1 AVX2, 2 AVX-512"),
     EnvVar("EDGELLM_DEBUG", "0", "build time only: 1 builds the extensions with checks, line trace and assertions"),

@@ -359,7 +359,8 @@ def load_plugins(
 
     Args:
         extra: (name, plugin object) pairs that are not installed, for tests and embedding applications.
-        selection: entry point names to load; None reads `EDGELLM_PLUGINS` (unset means all).
+        selection: entry point names to load; None reads `EDGELLM_PLUGINS` (unset means all).  Built-ins are
+            always loaded, named or not.
         strict: raise on the first failure; None reads `EDGELLM_PLUGINS_STRICT`.
         autoload: False looks at no installed plugin.
     Raises:
@@ -368,7 +369,8 @@ def load_plugins(
     """
     envs.check_values()
     loader = _Loader(strict=envs.plugins_strict() if strict is None else strict)
-    for found in _builtins():
+    builtins = _builtins()
+    for found in builtins:
         loader.load(found, builtin=True)
     wanted = envs.plugin_selection() if selection is None else selection
     installed = _installed() if autoload else []
@@ -378,7 +380,7 @@ def load_plugins(
         else:
             loader.skip(found)
     if autoload and wanted is not None:
-        for name in sorted(set(wanted) - {found.name for found in installed}):
+        for name in sorted(set(wanted) - {found.name for found in (*installed, *builtins)}):
             loader.missing(name)
     for name, plugin in extra:
         loader.load(_Found(name, "local", "0", lambda plugin=plugin: plugin), builtin=False)  # type: ignore[misc]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from edgellm.engine.config import EngineConfig
     from edgellm.engine.coordinator import Outcome
     from edgellm.session.base import RuntimeSession
-    from edgellm.session.types import StepResult
+    from edgellm.session.types import ScheduledSequenceDescriptor, StepResult
 
 _logger = get_logger(__name__)
 
@@ -145,8 +145,10 @@ class EngineActor:
         session = self._session
         if session is None or not len(self._coordinator):
             return
-        plan = self._planner.plan(self._coordinator.lengths)
+        plan: list[ScheduledSequenceDescriptor] = []
         try:
+            self._coordinator.refresh_next_blocks(session)
+            plan = self._planner.plan(self._coordinator.lengths)
             result = session.execute(plan)
             outcomes = self._coordinator.commit(result, plan, session)
         except Exception as error:

@@ -107,6 +107,12 @@ class RequestCoordinator:
         for seat in self._seats.values():
             seat.lengths.cancelled = seat.record.cancelled
 
+    def refresh_next_blocks(self, session: RuntimeSession) -> None:
+        """Ask which block each unfinished prompt would compute next, where several are unfinished."""
+        unfinished = [lengths for lengths in self._lengths if lengths.prompt_remaining]
+        for lengths in unfinished:
+            lengths.next_block = session.next_block_identity(lengths.ref) if len(unfinished) > 1 else None
+
     def commit(
         self, result: StepResult, plan: Sequence[ScheduledSequenceDescriptor], session: RuntimeSession
     ) -> list[Outcome]:

@@ -15,6 +15,7 @@ from edgellm.session.types import ScheduledSequenceDescriptor, SequenceWork
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from edgellm.cache.types import Hash128
     from edgellm.engine.config import SchedulingOptions, StepLimits
     from edgellm.session.types import RequestId, ResidentRef, SequenceIdentity
 
@@ -31,6 +32,7 @@ class LengthLedger:
         exclusive: it runs in plans of its own.
         cancelled: somebody asked for its end; it needs one more step to leave.
         paused_steps: steps in a row that it was paused.
+        next_block: identity of the prompt block it would compute next, or None where it can share nothing.
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class LengthLedger:
         "committed",
         "exclusive",
         "identity",
+        "next_block",
         "paused_steps",
         "priority",
         "prompt_remaining",
@@ -63,6 +66,7 @@ class LengthLedger:
         self.exclusive = exclusive
         self.cancelled = cancelled
         self.paused_steps = 0
+        self.next_block: Hash128 | None = None
 
     @property
     def ref(self) -> ResidentRef:
@@ -158,13 +162,19 @@ class StepPlanner:
     ) -> None:
         """Give prompts, in order, what fits; a chunk that does not end its prompt ends on a page boundary.
 
+        A prompt whose next block is computed in this step already waits for its producer: it finds the block in
+        the next one.
+
         The step limit needs no check of its own: nobody gets more than S_in, so B residents stay within B * S_in.
         """
         page = self.limits.page_size
         longest = min(cap, self.limits.max_input_length)
+        being_computed: set[Hash128] = set()
         for index, seat in enumerate(prompts):
             if budget <= 0:
                 return
+            if seat.next_block in being_computed:
+                continue
             fits = min(seat.prompt_remaining, longest, budget)
             length = fits
             if fits < seat.prompt_remaining:
@@ -175,6 +185,8 @@ class StepPlanner:
             if length > 0:
                 plan.append(_chunk(seat, length))
                 budget -= length
+                if seat.next_block is not None and length >= page:
+                    being_computed.add(seat.next_block)
 
     def _without_paused(
         self, residents: Sequence[LengthLedger], prompts: list[LengthLedger]

@@ -79,6 +79,9 @@ class SamplingParams:
         return tuple(self.stop)
 
     def _check(self) -> None:
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         _check_int("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
         _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
         _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)

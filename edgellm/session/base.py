@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from edgellm.cache.metrics import ContextCacheMetrics
+    from edgellm.cache.types import Hash128
     from edgellm.request import CancelToken, LLMGenerationRequest, LLMGenerationResponse
 
 
@@ -100,6 +101,15 @@ class RuntimeSession(ABC):
     def requires_uniform_sampling(self, request: LLMGenerationRequest) -> bool:
         """Whether `request` would run on a decoder with one sampling setting per batch.  Pure."""
         return False
+
+    def next_block_identity(self, ref: ResidentRef) -> Hash128 | None:
+        """Identity of the prompt block that begins where `ref`'s computed prefix ends.  Pure.
+
+        Two residents with equal identities would compute the same block: one of them may wait a step and
+        share it.  None when nothing can be shared there: prompt complete, no full block left, cache bypassed,
+        or a session without a context cache (the default).
+        """
+        return None
 
     def capabilities(self) -> SessionCapabilities:
         """What this deployment can execute; the default is single-cohort execution only."""

@@ -14,6 +14,7 @@ from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
 from edgellm.cache.types import (
     ContextCacheBatchAdmission,
     ContextCacheCoordinatorStatus,
+    ContextCacheLookupPolicy,
     ContextCacheSequenceAdmission,
     ContextCacheSequenceAdvance,
 )
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
 
     from edgellm.cache.metrics import ContextCacheMetrics
     from edgellm.cache.request import RequestHandle
+    from edgellm.cache.types import Hash128
     from edgellm.request import LLMGenerationRequest
     from edgellm.runtime.rank_runtime import LLMRankRuntime
     from edgellm.session.resident import Resident
-    from edgellm.session.types import SessionOptions
+    from edgellm.session.types import ResidentRef, SessionOptions
 
 _logger = get_logger(__name__)
 _OK = ContextCacheCoordinatorStatus.OK
@@ -73,6 +75,17 @@ class RankRuntimeSession(SessionCore):
 
     def context_cache_metrics(self) -> ContextCacheMetrics | None:
         return self._runtime.context_cache_metrics()
+
+    def next_block_identity(self, ref: ResidentRef) -> Hash128 | None:
+        self._check_thread("next_block_identity")
+        resident = self._seats[ref.slot] if 0 <= ref.slot < len(self._seats) else None
+        if resident is None or resident.ref != ref or not resident.prompt_remaining:
+            return None
+        sequence = self._request.sequence(resident.index)
+        block, into = divmod(resident.committed, self._geometry.page_size)
+        if sequence.lookup_policy is ContextCacheLookupPolicy.BYPASS or into or block >= sequence.chain.num_blocks:
+            return None
+        return sequence.chain.hash_at(block)
 
     # ---- admission --------------------------------------------------------------------------------------
 

@@ -495,3 +495,9 @@ def test_an_error_that_cannot_be_shown_is_reported_all_the_same(install):
 
     install(FakeEntryPoint("a", lambda: make_plugin(policy=hook)))
     assert report_of(load_plugins(), "a").reason == "Unspeakable"
+
+
+def test_a_built_in_may_be_named_in_the_selection() -> None:
+    plugins = load_plugins(selection=("vanilla",), strict=True)
+    assert [report.name for report in plugins.reports if report.status is PluginStatus.FAILED] == []
+    assert "vanilla" in [report.name for report in plugins.reports]

@@ -136,3 +136,10 @@ def test_collections_of_a_wrong_type_are_named(field: str, value: object, messag
     with pytest.raises(InvalidArgumentError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"])
+@pytest.mark.parametrize("value", ["no", None, 0, 1])
+def test_switches_are_true_or_false(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} is .*must be True or False"):
+        SamplingParams(**{name: value})
