@@ -267,6 +267,8 @@ class StreamChannel:
                     return self._pending.popleft()
                 if self._ended:
                     raise StopAsyncIteration
+                if self._waker is not None:
+                    raise ContractViolation("two tasks read one stream; a stream has one reader, make one for each")
                 self._waker = _thread_safe_waker(loop, arrived)
                 self._reader_waits = True
             try:

@@ -540,8 +540,8 @@ class ContextCacheCoordinator:
     ) -> Status:
         """Run a policy hook; when it raises or leaves a step incomplete, make the ledger whole and switch it off.
 
-        A container goes on unpublished (its residents' text does not depend on publication); a batch
-        request ends.  An invariant error is ours, not the plugin's: it propagates.
+        A container goes on unpublished until it is empty (its residents' text does not depend on publication); a
+        batch request ends.  An invariant error is ours, not the plugin's: it propagates.
         """
         impl = request.impl
         committed_before = None if advances is None else impl.lengths.committed[: impl.lengths.size].copy()
@@ -624,9 +624,21 @@ class ContextCacheCoordinator:
             sequence.lease.release()
         impl.keep_sequences(survivors)
         impl.compaction.mapping, impl.compaction.batch_size = [], -1
-        if not survivors and not impl.is_container:
+        if not survivors and impl.is_container:
+            self._renew_policy(impl)
+        elif not survivors:
             impl.mark_finishing()
         return Status.OK
+
+    def _renew_policy(self, impl: Impl) -> None:
+        """An empty container gets its policy back after one was switched off: those it failed for are gone."""
+        if not isinstance(impl.policy, LedgerOnlyPolicy):
+            return
+        try:
+            chosen = choose_policy(self._policies, self.profile, impl.speculative_request)
+            impl.publication_policy = build_policy(chosen, self)
+        except PluginError:
+            logger.exception("the publication policy could not be built again; nothing is published")
 
     def _require_nothing_staged(self, impl: Impl) -> None:
         for slot, sequence in enumerate(impl.sequences):

@@ -336,3 +336,22 @@ def test_a_row_that_cannot_follow_its_moved_pages_fails_the_step(opened: Open, m
     assert not result.ok
     assert "could not be rewritten" in result.failure
     assert drive.session.state is SessionState.LOST
+
+
+def test_an_empty_session_gets_its_policy_back(opened: Open) -> None:
+    """One failure must not stop publication for the session's life."""
+    failing = [True]
+
+    class RaisesOnce(BaseEndpointPolicy):
+        def on_sequence_finalized(self, request, slot):
+            if failing.pop() if failing else False:
+                raise ValueError("once")
+            super().on_sequence_finalized(request, slot)
+
+    _, drive = opened(plugins=plugins_with(RaisesOnce))
+    prompt = list(range(10, 27))
+    for number, reused in ((1, 0), (2, 0), (3, 16)):
+        drive.admit(request(prompt, 3))
+        drive.run()
+        assert drive.finished[number].reuse.reused_tokens == reused
+        assert drive.finished[number].generated_ids == cold(prompt, 3)

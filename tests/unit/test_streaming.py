@@ -269,3 +269,17 @@ def test_pushing_after_the_readers_event_loop_closed_is_harmless():
     asyncio.run(give_up())
     assert channel.push(chunk(1))
     assert channel.try_pop() == chunk(1)
+
+
+def test_a_second_async_reader_is_refused_instead_of_hanging():
+    async def read_twice():
+        channel = StreamChannel.create()
+        first = asyncio.ensure_future(channel.__anext__())
+        await asyncio.sleep(0)
+        with pytest.raises(ContractViolation, match="one reader"):
+            await channel.__anext__()
+        channel.attach()
+        channel.push(StreamChunk(token_ids=[1], text="a"))
+        return await asyncio.wait_for(first, 5)
+
+    assert asyncio.run(read_twice()).token_ids == [1]
