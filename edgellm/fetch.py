@@ -94,7 +94,10 @@ def resolve_model(model: str | os.PathLike[str], *, on_progress: Progress | None
     packaged = PACKAGED_MODELS.get(str(model))
     if packaged is not None and not Path(model).exists():
         return ensure_model(packaged, on_progress=on_progress)
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # "~nobody"
+        raise InvalidArgumentError(f"model {str(model)!r} names no home that exists; pass a full path") from error
     if not path.exists():
         known = ", ".join(PACKAGED_MODELS)
         raise InvalidArgumentError(

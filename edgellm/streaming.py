@@ -269,13 +269,14 @@ class StreamChannel:
                     raise StopAsyncIteration
                 if self._waker is not None:
                     raise ContractViolation("two tasks read one stream; a stream has one reader, make one for each")
-                self._waker = _thread_safe_waker(loop, arrived)
+                waker = self._waker = _thread_safe_waker(loop, arrived)
                 self._reader_waits = True
             try:
                 await arrived
             finally:
                 with self._condition:
-                    self._waker = None
+                    if self._waker is waker:  # a later reader's stays
+                        self._waker = None
 
     # ---- anybody --------------------------------------------------------------------------------------
 

@@ -51,9 +51,6 @@ cdef class RecordStore:
     cdef inline node_id_t node_at(self, int32_t place) noexcept nogil:
         return self._records[place].node
 
-    cdef inline bint is_full(self) noexcept nogil:
-        return self.limit >= 0 and self.size >= self.limit
-
     cdef inline int32_t front(self) noexcept nogil:
         """Place of the least recently used record, or NO_RECORD."""
         return self._lru_front

@@ -210,8 +210,8 @@ cdef class RecordStore:
         return self._records[self._checked(record_id)].exact_length or None
 
     def records_at(self, node):
-        """Ids of the records that end at `node`, newest first."""
-        cdef int32_t place = self.head_at(node)
+        """Ids of the records that end at `node`, newest first; none for a node that does not exist."""
+        cdef int32_t place = self.head_at(node) if node >= 0 else NO_RECORD
         out = []
         while place != NO_RECORD:
             out.append(self._records[place].id)

@@ -589,11 +589,12 @@ class ContextCacheCoordinator:
             return status
         if impl.has_pending_device_work():
             raise ContractViolation("begin_batch_compaction needs a settled request; complete the step before")
-        impl.mark_device_work_enqueued()
-        impl.compaction.mapping = list(old_to_new)
-        impl.compaction.batch_size = new_batch_size
+        mapping = list(old_to_new)
         if device_batch_mapping is not None:
-            _upload_mapping(impl.compaction.mapping, device_batch_mapping)
+            _upload_mapping(mapping, device_batch_mapping)
+        impl.mark_device_work_enqueued()
+        impl.compaction.mapping = mapping
+        impl.compaction.batch_size = new_batch_size
         return Status.OK
 
     def compact_batch(self, request: RequestHandle) -> Status:
@@ -712,7 +713,7 @@ class ContextCacheCoordinator:
         return Status.REQUEST_FAILED if self._active_requests > 0 else Status.OK
 
     def recover(self) -> bool:
-        """Admit again after a failed drain, once every quarantined stream is proven idle."""
+        """Admit again after poison, once every quarantined stream is proven idle.  Rows are left as they are."""
         if not self._quarantine.drain_all(self._release):
             return False
         self._quarantine.lift_poison()

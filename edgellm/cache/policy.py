@@ -21,7 +21,7 @@ class PublicationPolicy(ABC):
     When a hook is called, its arguments were checked by the coordinator.  A hook moves the length ledger
     through `edgellm.cache.advances.apply_advances` and publishes through `edgellm.cache.endpoints`; it
     touches no lease, row or pool.  A hook that raises is switched off for its request, which then goes on
-    unpublished (a batch request ends): its text and every other request are unaffected.
+    unpublished until it is empty (a batch request ends): its text and every other request are unaffected.
     """
 
     def __init__(self, coordinator: ContextCacheCoordinator) -> None:

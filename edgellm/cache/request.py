@@ -165,7 +165,6 @@ class _Compaction:
 
     mapping: list[int] = field(default_factory=list)
     batch_size: int = -1
-    device_mapping: Any = None
 
 
 class Impl:
@@ -323,12 +322,6 @@ class Impl:
         self.lengths.keep(survivors)
         for index, sequence in enumerate(self.sequences):
             sequence.attach(self.lengths, index)
-
-    def replace_lease(self, index: int, lease: CacheRequestLease) -> CacheRequestLease:
-        """Swap a sequence's lease; the caller releases the one returned."""
-        old = self.leases[index]
-        self.leases[index] = self.sequences[index].lease = lease
-        return old
 
     def destroy(self) -> None:
         """Release every lease, then drop the active count: in this order, so the count outlives the pages."""

@@ -22,6 +22,7 @@ from edgellm.errors import (
     ContractViolation,
     InvalidArgumentError,
 )
+from edgellm.sampling.params import SamplingParams
 from edgellm.session.request_check import check_supported
 from edgellm.session.types import SessionOptions
 from edgellm.streaming import StreamChannel
@@ -114,6 +115,7 @@ class RequestEngine:
                 "does not exist; make a new one here, or start workers with the 'spawn' method"
             )
         check_supported(request)
+        _check_scheduling(request)
         _check_channel(request.stream_channel)
         request_id = self._channel.reserve()
         with self._give_back_on_failure():
@@ -212,6 +214,14 @@ def _adapt(
     raise InvalidArgumentError(
         f"the engine got a {type(source).__name__}; pass a runtime with open_session(), or a session factory"
     )
+
+
+def _check_scheduling(request: LLMGenerationRequest) -> None:
+    """What the engine itself reads of a request; the rest is checked by the session's admission."""
+    if isinstance(request.priority, bool) or not isinstance(request.priority, int):
+        raise InvalidArgumentError(f"priority is {request.priority!r}; it must be an integer, smaller is more urgent")
+    if not isinstance(request.sampling, SamplingParams):
+        raise InvalidArgumentError(f"sampling is {request.sampling!r}; pass a SamplingParams")
 
 
 def _check_channel(channel: StreamChannel | None) -> None:

@@ -198,6 +198,10 @@ def check_batch(batch: RaggedBatch, vocab_size: int) -> None:
     num_tokens = batch.num_tokens
     if not num_tokens or batch.query_len.min() < 1:
         raise ContractViolation(f"a step needs at least one token a sequence; query lengths {batch.query_len.tolist()}")
+    if batch.past_len.min() < 0:
+        raise ContractViolation(f"past lengths {batch.past_len.tolist()} must be 0 or more")
+    if batch.state_index.min() < 0 or batch.state_index.max() >= len(batch.page_rows):
+        raise ContractViolation(f"slots {batch.state_index.tolist()} are not all in [0, {len(batch.page_rows)})")
     ends = np.cumsum(batch.query_len)
     if batch.query_start[0] != 0 or not np.array_equal(batch.query_start[1:], ends) or ends[-1] != num_tokens:
         raise ContractViolation(

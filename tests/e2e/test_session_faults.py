@@ -266,13 +266,14 @@ class HalfWay(BaseEndpointPolicy):
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 def test_a_policy_that_raises_half_way_leaves_no_sequence_behind(opened: Open, page_size: int) -> None:
-    _, drive = opened(plugins=plugins_with(HalfWay), page_size=page_size, num_pages=128)
+    runtime, drive = opened(plugins=plugins_with(HalfWay), page_size=page_size, num_pages=128)
     prompts = [list(range(start, start + 9)) for start in (10, 40, 70)]
     for prompt in prompts:
         drive.admit(request(prompt, 12))
     drive.run()
     for number, prompt in enumerate(prompts, start=1):
         assert drive.finished[number].generated_ids == cold(prompt, 12)
+    assert runtime.coordinator.metrics().policy_failures >= 1
 
 
 def test_a_session_is_not_closed_from_inside_its_own_step(opened: Open) -> None:
@@ -355,3 +356,15 @@ def test_an_empty_session_gets_its_policy_back(opened: Open) -> None:
         drive.run()
         assert drive.finished[number].reuse.reused_tokens == reused
         assert drive.finished[number].generated_ids == cold(prompt, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("priority", None), ("priority", "high"), ("priority", True), ("sampling", 5)]
+)
+def test_what_the_engine_reads_is_checked_before_anything_is_queued(field: str, value: object) -> None:
+    with RequestEngine(ToyRuntime()) as engine:
+        wrong = request([1, 2, 3], 4)
+        setattr(wrong, field, value)
+        with pytest.raises(InvalidArgumentError, match=field):
+            engine.submit(wrong)
+        assert engine.submit(request([1, 2, 3], 4)).get(10).token_ids == cold([1, 2, 3], 4)
