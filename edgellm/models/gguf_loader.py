@@ -44,6 +44,8 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# Yarn parameters beside factor and original length: ignoring one would give other numbers without a word.
+_UNSUPPORTED_YARN = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -164,6 +166,12 @@ class GgufSource:
         if rotated != head_dim:
             raise UnsupportedModelError(f"{self.path} rotates {rotated} of {head_dim} dimensions; supported: all")
         kind = fields.text(f"{scaling}.type", default="none")
+        ignored = [name for name in _UNSUPPORTED_YARN if f"{scaling}.{name}" in fields]
+        if ignored:
+            raise UnsupportedModelError(
+                f"{self.path} sets {scaling}.{ignored[0]}, which decides the numbers and is not supported; "
+                "use the Hugging Face folder of this model"
+            )
         values = {
             # The format's documented default, which converters leave out.
             "rope_theta": fields.number(base, above=1, default=10000.0),

@@ -340,6 +340,7 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
         ({"skip": ("rope.freq_base",)}, "has no rope: neither llama.rope.freq_base nor llama.rope.dimension_count"),
         ({"skip": ("block_count",)}, r"m.gguf: llama.block_count is missing; an integer from 1 to 1024 is needed"),
         ({"extra": {"llama.rope.scaling.type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"extra": {"llama.rope.scaling.yarn_beta_fast": 16.0}}, "yarn_beta_fast, which decides the numbers"),
         ({"extra": {"llama.rope.dimension_count": 8}}, "rotates 8 of 16 dimensions"),
         ({"extra": {"llama.expert_count": 8}}, "mixture of experts"),
     ],
