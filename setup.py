@@ -21,8 +21,14 @@ MODULES = [
     "edgellm._core.page_table",
     "edgellm._core.page_ledger",
     "edgellm._core.block_index",
+    "edgellm._core.draft_index",
     "edgellm._core.records",
     "edgellm._core.planners",
+    "edgellm._core.cache_state",
+    "edgellm._core.leasing",
+    "edgellm._core.publication",
+    "edgellm._core.checkpoints",
+    "edgellm._core.recount",
     "edgellm._core.cache_manager",
 ]
 

@@ -44,6 +44,14 @@ cdef inline page_id_t pool_take(pool_t* pool) noexcept nogil:
     return page
 
 
+cdef inline void pool_untake(pool_t* pool, page_id_t page) noexcept nogil:
+    """Undo the latest `pool_take`: the page is the first to be handed out again."""
+    pool.free_head = (pool.free_head if pool.free_head else pool.capacity) - 1
+    pool.ring[pool.free_head] = page
+    pool.free_count += 1
+    pool.active[page] = 0
+
+
 cdef inline void pool_pin(pool_t* pool, page_id_t page) noexcept nogil:
     pool.active[page] += 1
 

@@ -82,6 +82,36 @@ class PublishStatus(Enum):
     EXISTING_RECORD = "existing_record"
 
 
+class ReusePlanMode(Enum):
+    """Flavour of a plan and of the lease made from it."""
+
+    VANILLA = "vanilla"
+    SPEC = "spec"
+    HYBRID = "hybrid"
+    HYBRID_MTP = "hybrid_mtp"
+
+
+class RetentionPriority(IntEnum):
+    """Which unused context goes first when pages are short: LOW before NORMAL before HIGH."""
+
+    LOW = 0
+    NORMAL = 1
+    HIGH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long a request's context is worth keeping once nobody uses it.
+
+    Attributes:
+        priority: the class it is evicted from; shared blocks keep the highest one they were given.
+        ttl_seconds: after this time without use it goes before everything else; None keeps it by recency alone.
+    """
+
+    priority: RetentionPriority = RetentionPriority.NORMAL
+    ttl_seconds: float | None = None
+
+
 class ReusePlanKind(Enum):
     STANDARD = "standard"
     NO_REUSABLE_PREFIX = "no_reusable_prefix"
@@ -173,6 +203,35 @@ class BlockKeyExtras:
     isolation_digest: Hash128 | None = None
 
 
+class CheckpointKind(IntEnum):
+    """Why a recurrent checkpoint was placed where it is; decides what may supersede it.
+
+    TAIL: end of a prompt or reply.  LADDER: at a distance chosen by the policy.  BRANCH: where two prompts were seen
+    to part.  ANCHOR: a boundary that the caller named.
+    """
+
+    TAIL = 0
+    LADDER = 1
+    BRANCH = 2
+    ANCHOR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HybridCheckpointKey:
+    """Identity of a recurrent checkpoint: the hash of exactly the tokens it stands for, and how many they are."""
+
+    exact_prefix_digest: Hash128
+    exact_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class HybridSnapshotReservation:
+    """Snapshot slots that a lease holds for a capture; nothing can be found in them before they are published."""
+
+    recurrent_snapshot_slot: int
+    partial_kv_snapshot_slot: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class CacheRecordKey:
     """What an endpoint record is about: the hash of its last full block, and how many blocks lead to it."""
@@ -231,11 +290,24 @@ class DecodingKvHeadroom:
 
 @dataclass(frozen=True, slots=True)
 class ContextCacheConfig:
+    """What the context cache may keep, and how long a policy may take.
+
+    Attributes:
+        enabled: False manages pages all the same and reuses nothing.
+        max_records: most endpoint records; None bounds them by pages only.
+        recurrent_snapshot_pool_bytes, partial_kv_snapshot_pool_bytes: budgets of the two snapshot slabs.
+        encoder_embedding_cache_budget_bytes: read by the encoder-output cache, not here.
+        checkpoint_interval_tokens: distance of recurrent checkpoints inside a prompt; None places none by distance.
+        policy_deadline_seconds: longest time one policy hook may take before it is charged; None is no limit.
+    """
+
     enabled: bool = True
     max_records: int | None = None
     recurrent_snapshot_pool_bytes: int = 0
     partial_kv_snapshot_pool_bytes: int = 0
     encoder_embedding_cache_budget_bytes: int = 256 * 1024 * 1024
+    checkpoint_interval_tokens: int | None = 512
+    policy_deadline_seconds: float | None = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +375,11 @@ class ContextCacheSequenceAdmission:
         per_position_media_hash: empty, or one digest (or None) per token.
         lookup_policy: overrides the batch's policy for this sequence.
         commit_policy: likewise.
+        replay_tail_length: likewise; tokens of the volatile generation prompt at the end of the input.
+        salted: the isolation digest holds a salt of the request's own (the reuse report then says so).
+        retention: priority and time to live of what this sequence leaves behind.
+        checkpoint_boundaries: lengths at which the next request is likely to match (ends of system prompt, history);
+            checkpoint deployments keep a recurrent checkpoint there, others ignore them.
     """
 
     token_ids: npt.NDArray[np.int32] | Sequence[int]
@@ -311,6 +388,10 @@ class ContextCacheSequenceAdmission:
     per_position_media_hash: Sequence[Hash128 | None] = ()
     lookup_policy: ContextCacheLookupPolicy | None = None
     commit_policy: ContextCacheCommitPolicy | None = None
+    replay_tail_length: int | None = None
+    retention: Retention = field(default_factory=Retention)
+    checkpoint_boundaries: Sequence[int] = ()
+    salted: bool = False
 
 
 @dataclass(slots=True)
@@ -369,3 +450,4 @@ class ContextCachePhysicalResources:
     base_page_table: Any
     draft_cache: Any = None
     draft_page_table: Any = None
+    snapshot_storage: Any = None

@@ -1,0 +1,1 @@
+"""Nothing is public: the module is used from `_core` only."""

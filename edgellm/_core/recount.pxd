@@ -1,0 +1,1 @@
+"""C interface of the recount: none, its functions are Python."""
