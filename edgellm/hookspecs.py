@@ -14,7 +14,7 @@ import pluggy
 if TYPE_CHECKING:
     from edgellm.plugins import DecoderRegistrar, PolicyRegistrar
 
-API_VERSION = (1, 0)
+API_VERSION = (1, 1)
 ENTRY_POINT_GROUP = "edgellm.plugins"
 
 hookspec = pluggy.HookspecMarker("edgellm")

@@ -249,7 +249,7 @@ def _stated_api_range(plugin: object) -> tuple[ApiVersion, ApiVersion]:
     """The plugin's `EDGELLM_API`; raises PluginError when absent, malformed or not covering ours."""
     stated = getattr(plugin, "EDGELLM_API", None)
     if stated is None:
-        raise PluginError(f"it states no EDGELLM_API range; ours is {API_VERSION}: add EDGELLM_API = ((1, 0), (1, 0))")
+        raise PluginError(f"it states no EDGELLM_API range; ours is {API_VERSION}: add EDGELLM_API = ((1, 1), (1, 1))")
     try:
         low, high = (tuple(int(part) for part in bound) for bound in stated)
         if len(low) != 2 or len(high) != 2:

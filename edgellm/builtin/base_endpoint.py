@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from edgellm.cache.advances import apply_advances
-from edgellm.cache.endpoints import publish_generated, publish_ready_endpoint
 from edgellm.cache.policy import PublicationPolicy
 from edgellm.cache.types import (
     ContextCacheCoordinatorStatus,
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from edgellm.cache.request import RequestHandle
     from edgellm.plugins import PolicyRegistrar
 
-EDGELLM_API = ((1, 0), (1, 0))
+EDGELLM_API = ((1, 1), (1, 1))
 
 
 class BaseEndpointPolicy(PublicationPolicy):
@@ -40,17 +38,16 @@ class BaseEndpointPolicy(PublicationPolicy):
         advances: Sequence[ContextCacheSequenceAdvance],
         common_state_lengths: Sequence[int] | None,
     ) -> None:
-        impl = request.impl
-        impl.mark_device_work_resolved_without_sync()  # the runtime's own prefill wait made it complete
-        apply_advances(impl, advances)
-        for slot in range(len(impl.sequences)):
-            publish_ready_endpoint(self.coordinator, impl, slot, PublicationPoint.PREFILL_END)
+        self.mark_resolved(request)  # the runtime's own prefill wait made it complete
+        self.apply(request, advances)
+        for slot in range(request.num_sequences):
+            self.publish_ready_endpoint(request, slot, PublicationPoint.PREFILL_END)
 
     def on_prefill_chunk(self, request: RequestHandle, slot: int) -> None:
-        publish_ready_endpoint(self.coordinator, request.impl, slot, PublicationPoint.PREFILL_CHUNK)
+        self.publish_ready_endpoint(request, slot, PublicationPoint.PREFILL_CHUNK)
 
     def on_sequence_finalized(self, request: RequestHandle, slot: int) -> None:
-        publish_ready_endpoint(self.coordinator, request.impl, slot, PublicationPoint.PREFILL_END)
+        self.publish_ready_endpoint(request, slot, PublicationPoint.PREFILL_END)
 
     def on_decode_completed(
         self,
@@ -59,10 +56,9 @@ class BaseEndpointPolicy(PublicationPolicy):
         publishable_completed_slots: Sequence[int],
         common_state_lengths: Sequence[int] | None,
     ) -> ContextCacheCoordinatorStatus:
-        impl = request.impl
-        apply_advances(impl, advances)
-        impl.mark_device_work_resolved_without_sync()
-        publish_generated(self.coordinator, impl, publishable_completed_slots)
+        self.apply(request, advances)
+        self.mark_resolved(request)
+        self.publish_generated(request, publishable_completed_slots)
         return ContextCacheCoordinatorStatus.OK
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from edgellm.runtime.batch import Executor, RaggedBatch
     from edgellm.sampling.sampler import Sampler, SamplingState
 
-EDGELLM_API = ((1, 0), (1, 0))
+EDGELLM_API = ((1, 1), (1, 1))
 
 
 class VanillaDecoder(DecodingStrategy):

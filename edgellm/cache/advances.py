@@ -68,6 +68,18 @@ class OneTokenAdvances(Sequence[ContextCacheSequenceAdvance]):
         return (self[index] for index in range(len(self)))
 
 
+def took_part(advances: Sequence[ContextCacheSequenceAdvance], slot: int) -> bool:
+    """Whether a sequence moved in a step (it did not hold)."""
+    if isinstance(advances, OneTokenAdvances):
+        return bool(advances.token_ids[slot] >= 0)
+    return not is_hold(advances[slot])
+
+
+def participants(advances: Sequence[ContextCacheSequenceAdvance]) -> list[int]:
+    """The sequences that moved in a step."""
+    return [slot for slot in range(len(advances)) if took_part(advances, slot)]
+
+
 def is_hold(advance: ContextCacheSequenceAdvance) -> bool:
     return len(advance.accepted_token_ids) == 0 and advance.committed_state_length == HOLD_COMMITTED_STATE_LENGTH
 
@@ -125,16 +137,24 @@ def _check_one_token_advances(impl: Impl, advances: OneTokenAdvances) -> None:
     active = advances.token_ids >= 0
     wrong = active & (lengths.num_tokens[:size] != lengths.committed[:size] + 1)
     wrong |= advances.token_ids < HOLD_TOKEN
+    wrong |= active & lengths.ended[:size]
     if wrong.any():
         slot = int(wrong.argmax())
+        _require_not_ended(impl, slot)
         raise InvalidArgumentError(
             f"slot {slot} cannot accept token {int(advances.token_ids[slot])}: it has {int(lengths.num_tokens[slot])} "
             f"tokens and {int(lengths.committed[slot])} committed; finalize its prompt first or hold ({HOLD_TOKEN})"
         )
 
 
+def _require_not_ended(impl: Impl, slot: int) -> None:
+    if impl.lengths.ended[slot]:
+        raise InvalidArgumentError(f"slot {slot} was reported as ended; it can only hold until it is compacted away")
+
+
 def _check_decode_advance(impl: Impl, slot: int, advance: ContextCacheSequenceAdvance) -> None:
     _check_entry(slot, advance)
+    _require_not_ended(impl, slot)
     accepted = len(advance.accepted_token_ids)
     old = int(impl.lengths.committed[slot])
     num_tokens = int(impl.lengths.num_tokens[slot])
@@ -195,43 +215,13 @@ def apply_advance(impl: Impl, slot: int, advance: ContextCacheSequenceAdvance) -
     _apply_one(impl, slot, advance)
 
 
-def apply_missing_advances(
-    impl: Impl, advances: Sequence[ContextCacheSequenceAdvance], committed_before: npt.NDArray[np.integer]
-) -> int:
-    """Apply the advances of the sequences whose committed length did not move since `committed_before`.
-
-    For a policy hook that raised half-way or forgot some: afterwards the ledger says what the device holds.
-
-    Returns:
-        How many sequences were behind.
-    """
-    lengths, behind = impl.lengths, 0
-    if isinstance(advances, OneTokenAdvances):
-        advances = OneTokenAdvances(advances.token_ids, committed_before)
-    for slot, advance in enumerate(advances):
-        if is_hold(advance) or lengths.committed[slot] != committed_before[slot]:
-            continue
-        if advance.committed_state_length == committed_before[slot]:
-            continue
-        behind += 1
-        # A failure between chain and lengths leaves tokens in the chain already.
-        appended = impl.chains[slot].num_tokens - int(lengths.num_tokens[slot])
-        lengths.num_tokens[slot] += appended
-        _apply_one(
-            impl,
-            slot,
-            ContextCacheSequenceAdvance(advance.accepted_token_ids[appended:], advance.committed_state_length),
-        )
-    return behind
-
-
 def _apply_one(impl: Impl, slot: int, advance: ContextCacheSequenceAdvance) -> None:
     for token_id in advance.accepted_token_ids:
         impl.chains[slot].append(int(token_id))
     lengths = impl.lengths
     lengths.num_tokens[slot] += len(advance.accepted_token_ids)
     lengths.committed[slot] = advance.committed_state_length
-    if not impl.speculative_request:
+    if not impl.tracks_common:
         lengths.common[slot] = advance.committed_state_length
 
 

@@ -6,35 +6,37 @@ requests may overlap in time, and page-table rows belong to resident slots, so t
 
 Order inside every call: handle and phase, then all arguments, then mutation.  A call that raises a
 `CallerError` left everything as it was and may be repeated with correct arguments.
+
+This class checks who may call what when; what a call does is in the module named after its stage: `acquire`,
+`joining`, `prefill`, `decode`, `compaction`, `ending`, and `snapshots`, `boundary` for checkpoint deployments.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from edgellm._core.cache_manager import ContextCacheManager
-from edgellm.cache import admission as admitting
-from edgellm.cache import rebind
-from edgellm.cache.advances import (
-    apply_advance,
-    apply_missing_advances,
-    check_completed_slots,
-    check_decode_advances,
-    check_prefill_advance,
-    require_count,
+from edgellm.cache import (
+    acquire,
+    boundary,
+    compaction,
+    decode,
+    ending,
+    joining,
+    policy_calls,
+    prefill,
+    rebind,
 )
-from edgellm.cache.binding import PageTableMirror, RowBinder
-from edgellm.cache.compaction import check_mapping
-from edgellm.cache.deployment import check_resources
-from edgellm.cache.growth import grow_for_step
+from edgellm.cache import admission as admitting
+from edgellm.cache.binding import PageTableMirror, RowBinder, Rows, draft_pages
+from edgellm.cache.deployment import check_resources, pool_capacities
+from edgellm.cache.manager_view import ManagerView
 from edgellm.cache.metrics import ContextCacheMetrics, PoolGauge
-from edgellm.cache.policy import LedgerOnlyPolicy
 from edgellm.cache.quarantine import Quarantine, StreamSynchronizer, synchronize_stream
-from edgellm.cache.request import Impl, RequestHandle, SequenceState
+from edgellm.cache.request import Impl, RequestHandle
 from edgellm.cache.results import AdmissionResult, AdmitSequenceResult, BeginRequestResult
 from edgellm.cache.types import (
     ContextCacheBatchAdmission,
@@ -46,35 +48,19 @@ from edgellm.cache.types import (
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
     DeploymentConfig,
-    ResourceDemand,
     ResourceType,
 )
-from edgellm.errors import (
-    FOREIGN_ERRORS,
-    BrokenInvariantError,
-    ContractViolation,
-    InvalidArgumentError,
-    InvariantError,
-    PluginError,
-)
+from edgellm.errors import ContractViolation, InvalidArgumentError, InvariantError, PluginError
 from edgellm.log import get_logger
 from edgellm.plugin_guard import build_policy
-from edgellm.plugins import PolicyRegistration, choose_policy, load_plugins, missing_policy_distribution
+from edgellm.plugins import PolicyRegistration, choose_policy, load_plugins
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from edgellm.runtime.device import Stream
-    from edgellm.session.types import ResidentRef
 
 logger = get_logger(__name__)
 
 Status = ContextCacheCoordinatorStatus
-
-
-def request_supports_live_admission(profile: ContextCacheDeploymentProfile, speculative_request: bool) -> bool:
-    """Whether sequences may join such a request while it executes (one rule for the check and the predicate)."""
-    return not speculative_request and profile.has_attention and not profile.uses_checkpoint_reuse
 
 
 class ContextCacheCoordinator:
@@ -85,7 +71,8 @@ class ContextCacheCoordinator:
         stream: the one stream that all work of these requests is ordered on.
         synchronizer: waits for a stream and returns True, or returns False or raises when that failed.
         policies: registered publication policies; None loads the installed plugins.
-        mirror: device copy of the page table, when the executor keeps one.
+        mirror, draft_mirror: device copies of the page tables, when the executor keeps them.
+        clock: monotonic nanoseconds; times to live are counted on it.
     Raises:
         InvalidArgumentError: geometry of deployment and resources disagrees.
         PluginError: no registered policy serves this deployment, or the one that does is broken.
@@ -105,26 +92,38 @@ class ContextCacheCoordinator:
         policies: Iterable[PolicyRegistration] | None = None,
         *,
         mirror: PageTableMirror | None = None,
+        draft_mirror: PageTableMirror | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._active_requests = 0
         check_resources(deployment, profile, resources)
         self.config = config
         self.deployment = deployment
         self.profile = profile
+        self.resources = resources
         self.stream = stream
         self.page_size = deployment.page_size
+        self.clock = clock
+        self.expiry_in_use = False
         self.counters = ContextCacheMetrics()
-        self._policies = tuple(load_plugins().policies if policies is None else policies)
-        chosen = [choose_policy(self._policies, profile, kind) for kind in {False, profile.is_speculative}]
+        self.registrations = tuple(load_plugins().policies if policies is None else policies)
+        chosen = [choose_policy(self.registrations, profile, kind) for kind in {False, profile.is_speculative}]
         self._quarantine = Quarantine(synchronizer or synchronize_stream)
-        self._rows = RowBinder(resources.base_page_table, mirror)
+        base = resources.base_page_table if profile.has_attention else None
+        draft = resources.draft_page_table
+        self.rows = Rows(
+            RowBinder(base, mirror) if base is not None else None,
+            RowBinder(draft, draft_mirror, draft_pages) if draft is not None else None,
+        )
         self._manager = ContextCacheManager(
             deployment.page_size,
-            ResourceDemand(base_kv_pages=deployment.num_pages, draft_kv_pages=deployment.num_draft_pages),
+            pool_capacities(deployment, profile, resources),
             max_records=config.max_records,
+            base_state_kind=profile.base_state_kind,
             spec_reuse_contract=profile.spec_reuse_contract,
         )
         self._closed = False
+        self._has_dropped = False
         self._live: dict[int, Impl] = {}
         self._occupied: dict[int, Impl] = {}
         for registration in chosen:
@@ -133,13 +132,9 @@ class ContextCacheCoordinator:
     # --- queries -----------------------------------------------------------------------------------------
 
     @property
-    def manager(self) -> ContextCacheManager:
+    def manager(self) -> ManagerView:
         """The cache manager, for reading."""
-        return self._manager
-
-    @property
-    def rows(self) -> RowBinder:
-        return self._rows
+        return ManagerView(self._manager)
 
     @property
     def row_capacity_tokens(self) -> int:
@@ -156,8 +151,21 @@ class ContextCacheCoordinator:
         return self._active_requests
 
     def supports_live_sequence_admission(self) -> bool:
-        """Whether sequences may join an executing request on this deployment."""
-        return request_supports_live_admission(self.profile, self.profile.is_speculative)
+        """Whether sequences may join an executing request on this deployment: all do."""
+        return True
+
+    def runs_paired_draft(self, speculative_request: bool) -> bool:
+        """Whether such a request has draft pages of its own beside its base pages."""
+        return speculative_request and self.profile.owns_paged_spec_state
+
+    def tracks_common(self, speculative_request: bool, *, required: bool = False) -> bool:
+        """Whether such a request may (or, `required`, must) say how far base and draft state agree.
+
+        A draft that borrows base state may; one with pages of its own must.  MTP never does: its checkpoints say it.
+        """
+        if not speculative_request or self.profile.uses_checkpoint_reuse:
+            return False
+        return self.profile.owns_paged_spec_state or not required
 
     def metrics(self) -> ContextCacheMetrics:
         """A copy of the counters with the gauges of now.  Cheap; never raises."""
@@ -184,6 +192,11 @@ class ContextCacheCoordinator:
 
         check_coordinator(self, self._live.values(), self._quarantine.requests)
 
+    def tell_time(self) -> None:
+        """Let what has expired go first from here on; costs nothing while nobody asked for a time to live."""
+        if self.expiry_in_use:
+            self._manager.set_now(self.clock())
+
     # --- admission ---------------------------------------------------------------------------------------
 
     def begin_request(
@@ -198,33 +211,34 @@ class ContextCacheCoordinator:
         Raises:
             CallerError: wrong arguments.  Nothing was changed.
         """
+        self._collect_dropped()
         if stream is not self.stream:
             raise InvalidArgumentError("begin_request got another stream than the coordinator's; pass that one")
         admitting.check_batch(self, admission)
-        admitting.check_headroom(headroom, paired=self._paired(admission.speculative_request))
-        if self._quarantine.poisoned:
+        admitting.check_headroom(headroom, paired=self.runs_paired_draft(admission.speculative_request))
+        if self.poisoned:
             return BeginRequestResult(Status.POISONED)
         impl = self._new_impl(admission)
         try:
-            admitted = admitting.acquire_batch(self, impl, admission, headroom)
+            admitted = acquire.acquire_batch(self, impl, admission, headroom)
         except BaseException:
             impl.destroy()
             raise
         if not admitted:
             impl.destroy()
             return BeginRequestResult(Status.REQUEST_FAILED)
-        handle = RequestHandle(impl)
         self._live[id(impl)] = impl
         starts = [sequence.reuse_token_length for sequence in impl.sequences]
         reports = [sequence.reuse_report for sequence in impl.sequences]
-        return BeginRequestResult(Status.OK, AdmissionResult(handle, starts, reports))
+        return BeginRequestResult(Status.OK, AdmissionResult(RequestHandle(impl), starts, reports))
 
     def _new_impl(self, admission: ContextCacheBatchAdmission) -> Impl:
-        chosen = choose_policy(self._policies, self.profile, admission.speculative_request)
+        chosen = choose_policy(self.registrations, self.profile, admission.speculative_request)
         policy = build_policy(chosen, self)
         impl = Impl(self, self.stream, self.deployment.max_batch_size)
         impl.publication_policy = policy
         impl.speculative_request = admission.speculative_request
+        impl.tracks_common = self.tracks_common(admission.speculative_request)
         impl.token_state_contract = admission.token_state_contract
         impl.lookup_policy = admission.lookup_policy
         impl.commit_policy = admission.commit_policy
@@ -242,11 +256,11 @@ class ContextCacheCoordinator:
         *,
         reserve_pages: int = 0,
     ) -> AdmitSequenceResult:
-        """Join one more sequence to an executing request: look up, lease, bind exactly its row.
+        """Join one more sequence to an executing request: look up, lease, bind exactly its rows.
 
-        The length ledger is not advanced before `advance_prefill` or `finalize_sequence_admission`; until
-        the latter the joiner is a ghost and holds in every decode step.  Lookup and commit policy are the
-        joiner's own where it has them, else the container's.
+        The copies that put it at its prefill start (an unfilled page, a recurrent checkpoint) are enqueued here.  The
+        length ledger is not advanced before `advance_prefill` or `finalize_sequence_admission`; until the latter the
+        joiner is a ghost and holds in every decode step.  Policies are the joiner's own where it has them.
 
         Args:
             reserve_pages: pages that must stay free or evictable behind the lease (promised to others).
@@ -256,122 +270,80 @@ class ContextCacheCoordinator:
         Raises:
             CallerError: wrong arguments or state.  Nothing was changed.
         """
+        self._collect_dropped()
         impl = self._require_settled(request, "admit_sequence")
-        self._require_live_admission(impl)
-        admitting.check_headroom(headroom, paired=False)
-        if self._quarantine.poisoned:
-            return AdmitSequenceResult(Status.POISONED)
-        if len(impl.sequences) >= self.deployment.max_batch_size:
-            raise ContractViolation(
-                f"the request has {len(impl.sequences)} sequences, the limit is {self.deployment.max_batch_size}; "
-                "retire one first"
-            )
-        admitting.check_sequence(self, admission, headroom)
-        lookup = admitting.effective_lookup_policy(
-            impl.lookup_policy, admission.lookup_policy, forced_bypass=not self.config.enabled
-        )
-        acquired = admitting.acquire_into(
-            self, impl, admission, lookup, headroom, joined=True, reserve_pages=reserve_pages
-        )
-        if acquired is None:
-            never = len(admission.token_ids) + headroom.base_extra_tokens > self.deployment.num_pages * self.page_size
-            return AdmitSequenceResult(Status.REQUEST_FAILED, insufficient_capacity=not never)
-        sequence = impl.sequences[-1]
-        try:
-            self._rows.bind([sequence])
-            self._rows.upload()
-        except BaseException:
-            self._undo_joiner(impl, sequence)
-            raise
-        admitting.count_admission(self, sequence, acquired)
-        return AdmitSequenceResult(Status.OK, False, sequence.reuse_token_length, sequence.reuse_report)
-
-    def _undo_joiner(self, impl: Impl, sequence: SequenceState) -> None:
-        """Take back a joiner whose row could not be bound; poison when the row cannot be cleared either."""
-        self._drop_tail(impl)
-        try:
-            self._rows.clear([sequence])
-            self._rows.upload()
-        except Exception:
-            logger.exception("the row of slot %d could not be cleared", sequence.resident.slot)
-            self._quarantine.poison("a page-table row could not be cleared")
-
-    def _drop_tail(self, impl: Impl) -> SequenceState:
-        sequence = impl.pop_sequence()
-        self._occupied.pop(sequence.resident.slot, None)
-        sequence.lease.release()
-        return sequence
-
-    def _require_live_admission(self, impl: Impl) -> None:
-        if request_supports_live_admission(self.profile, impl.speculative_request):
-            return
-        distribution = missing_policy_distribution(self.profile, impl.speculative_request)
-        raise ContractViolation(
-            f"sequences cannot join a {'speculative ' if impl.speculative_request else ''}request on a "
-            f"{self.profile.base_state_kind.value} deployment; that needs live admission from {distribution}"
-        )
+        return joining.admit_sequence(self, impl, admission, headroom, reserve_pages)
 
     def finalize_sequence_admission(
-        self, request: RequestHandle, slot: int, advance: ContextCacheSequenceAdvance
+        self,
+        request: RequestHandle,
+        slot: int,
+        advance: ContextCacheSequenceAdvance,
+        common_state_length: int | None = None,
     ) -> Status:
         """The prompt of a joined sequence is complete: record its look-ahead token and publish its endpoint.
 
+        Args:
+            common_state_length: how far its draft state reaches once the enqueued draft work is done; None is the
+                whole prompt.  It is frozen and published by the first decode step it takes part in.
         Raises:
             CallerError: the advance is not one token with the whole prompt committed.  Nothing was changed.
         """
-        impl = self._require_executing(request, "finalize_sequence_admission")
-        sequence = request.sequence(slot)
-        if self._quarantine.poisoned:
-            return Status.POISONED
-        if sequence.finalized:
-            raise ContractViolation(f"slot {slot} was finalized before; a prompt ends once")
-        check_prefill_advance(impl, slot, advance)
-        apply_advance(impl, slot, advance)
-        impl.lengths.finalized[slot] = True
-        return self._guarded(request, lambda: impl.policy.on_sequence_finalized(request, slot))
+        self._require_executing(request, "finalize_sequence_admission")
+        return joining.finalize_sequence_admission(self, request, slot, advance, common_state_length)
 
     def retract_sequence_admission(self, request: RequestHandle) -> bool:
         """Undo the most recent `admit_sequence`, while the runtime has no slot for it yet.  Never raises.
 
         False means the coordinator is poisoned: there was nothing to retract, or clearing the row failed.
         """
-        try:
-            impl = request.impl
-            tail = impl.sequences[-1]
-            if not tail.joined or tail.finalized or tail.committed_state_length != tail.reuse_token_length:
-                raise ContractViolation("the last sequence was seated or founded the request; it leaves by compaction")
-            self._drop_tail(impl)
-            self._rows.clear([tail])
-            self._rows.upload()
-        except Exception:
-            logger.exception("an admission could not be retracted")
-            self._quarantine.poison("an admission could not be retracted")
-            return False
-        return True
+        return joining.retract_sequence_admission(self, request)
 
     # --- prefill -----------------------------------------------------------------------------------------
 
     def prepare_prefill(self, request: RequestHandle) -> Status:
-        """Bind every row of an admitted batch.  From here an unfinished request must be drained."""
+        """Bind every row of an admitted batch and put its state at the reuse boundaries.
+
+        From here an unfinished request must be drained.
+        """
         impl = self._impl(request)
         if not impl.admitted() or impl.has_pending_device_work():
             raise ContractViolation(f"prepare_prefill needs an admitted request; this one is {impl.phase.value}")
-        impl.begin_prefill()
-        self._rows.bind(impl.sequences)
-        self._rows.upload()
+        prefill.prepare_prefill(self, impl)
         return Status.OK
 
-    def enqueue_prefill_captures(self, request: RequestHandle) -> Status:
-        """Reserve and enqueue prefill-end snapshots; a no-op where no checkpoints exist or the request is
-        speculative (its capture is `publish_hybrid_mtp_endpoint`)."""
+    def checkpoint_boundaries(self, request: RequestHandle, slot: int) -> tuple[int, ...]:
+        """Prompt lengths at which chunks of `slot` should end, ascending: its policy keeps a checkpoint there.
+
+        Those behind the committed length are gone; empty where no checkpoints exist.
+        """
+        impl = self._impl(request)
+        committed = request.sequence(slot).committed_state_length
+        return tuple(length for length in impl.sequences[slot].wanted_checkpoints if length > committed)
+
+    def enqueue_prefill_captures(
+        self,
+        request: RequestHandle,
+        slots: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Status:
+        """Reserve and enqueue checkpoints, after the forward and before the runtime's own wait.
+
+        Args:
+            slots, lengths: the sequences whose chunk ends at a length worth keeping; without them every prompt ends.
+        A no-op where no checkpoints exist or the request is speculative (see `publish_hybrid_mtp_endpoint`).  Short
+        snapshot pools are counted and skipped.
+
+        Raises:
+            CallerError: nothing is pending, or a chunk end is out of range.
+        """
         impl = self._require_executing(request, "enqueue_prefill_captures")
         self._require_pending(impl, "enqueue_prefill_captures")
-        if self.profile.uses_checkpoint_reuse and not impl.speculative_request:
-            raise self._missing_flavour("prefill checkpoints", "edgellm-hybrid")
+        prefill.enqueue_captures(self, impl, slots, lengths)
         return Status.OK
 
     def rebind_prefill(self, request: RequestHandle, slot: int) -> int:
-        """Look again before the next chunk, and take over blocks that another sequence published meanwhile.
+        """Look again before the next chunk, and take over state that another sequence published meanwhile.
 
         This is how identical prompts in flight share one producer.  Only while the prompt of `slot` is
         incomplete and nothing is pending; never waits, never evicts.
@@ -384,23 +356,18 @@ class ContextCacheCoordinator:
             raise ContractViolation(f"the prompt of slot {slot} is complete; rebind_prefill serves incomplete prompts")
         return rebind.rebind_prefill(self, impl, slot)
 
-    def advance_prefill(self, request: RequestHandle, slot: int, committed: int) -> Status:
-        """A prompt chunk ran: move the committed length without a token, and publish what it completed.
+    def advance_prefill(
+        self, request: RequestHandle, slot: int, committed: int, common_state_length: int | None = None
+    ) -> Status:
+        """A prompt chunk ran and was waited for: move the committed length without a token, publish what it completed.
 
+        Args:
+            common_state_length: with a paired draft, how far draft state exists as well; None leaves it.
         Raises:
-            CallerError: the prompt is complete already, or `committed` goes back or past it.  Nothing was changed.
+            CallerError: the prompt is complete already, or a length goes back or past it.  Nothing was changed.
         """
-        impl = self._require_executing(request, "advance_prefill")
-        sequence = request.sequence(slot)
-        if sequence.finalized:
-            raise ContractViolation(f"the prompt of slot {slot} is complete; advance_prefill serves incomplete prompts")
-        low, high = sequence.committed_state_length, sequence.num_tokens
-        if not low <= committed <= high:
-            raise InvalidArgumentError(f"slot {slot}: committed {committed} must be from {low} to {high}, its prompt")
-        impl.lengths.committed[slot] = committed
-        if not impl.speculative_request:
-            impl.lengths.common[slot] = committed
-        return self._guarded(request, lambda: impl.policy.on_prefill_chunk(request, slot))
+        self._require_executing(request, "advance_prefill")
+        return prefill.advance_prefill(self, request, slot, committed, common_state_length)
 
     def finalize_prefill_publication(
         self,
@@ -415,18 +382,9 @@ class ContextCacheCoordinator:
         """
         impl = self._require_executing(request, "finalize_prefill_publication")
         self._require_pending(impl, "finalize_prefill_publication")
-        require_count(impl, advances)
-        self._check_common(impl, common_state_lengths)
-        for slot, advance in enumerate(advances):
-            if impl.lengths.finalized[slot]:
-                raise ContractViolation(f"the prompt of slot {slot} was finalized before; a prompt ends once")
-            check_prefill_advance(impl, slot, advance)
-        impl.lengths.finalized[: impl.lengths.size] = True
-        return self._guarded(
-            request, lambda: impl.policy.on_prefill_finalized(request, advances, common_state_lengths), advances
-        )
+        return prefill.finalize_prefill(self, request, advances, common_state_lengths)
 
-    # --- checkpoint flavours (their plugins are not part of this deployment) ------------------------------
+    # --- hybrid with MTP ----------------------------------------------------------------------------------
 
     def publish_hybrid_mtp_endpoint(
         self,
@@ -436,31 +394,57 @@ class ContextCacheCoordinator:
         base_hidden_states: Any,
         boundary_hidden_row: int,
     ) -> Status:
-        """Publish one hybrid MTP checkpoint at the stable predecessor boundary."""
+        """Publish one hybrid MTP checkpoint at the stable predecessor boundary; waits for the stream once.
+
+        Raises:
+            PluginError: the deployment is no hybrid MTP one.
+            CallerError: slot, length or row is out of range.  Nothing was changed.
+        """
         self._require_hybrid_mtp("publish_hybrid_mtp_endpoint")
-        policy = self._require_executing(request, "publish_hybrid_mtp_endpoint").policy
-        return policy.publish_mtp_boundary(
-            request, slot, resident_state_length, base_hidden_states, boundary_hidden_row
+        impl = self._require_executing(request, "publish_hybrid_mtp_endpoint")
+        boundary.check_boundary(impl, slot, resident_state_length, boundary_hidden_row)
+        return policy_calls.call_boundary_hook(
+            self,
+            request,
+            slot,
+            lambda policy: policy.publish_mtp_boundary(
+                request, slot, resident_state_length, base_hidden_states, boundary_hidden_row
+            ),
         )
 
     def restore_hybrid_mtp_boundary_hidden(
         self, request: RequestHandle, slot: int, base_hidden_states: Any, destination_row: int
     ) -> Status:
-        """Restore the saved boundary hidden row; the caller orders it in its prefill stream."""
+        """Restore the saved boundary hidden row; the caller orders it in its prefill stream.
+
+        The row is restored whatever the policy does: the text depends on it.
+
+        Raises:
+            PluginError: the deployment is no hybrid MTP one.
+            CallerError: no checkpoint is bound to the sequence, or the row is negative.
+        """
         self._require_hybrid_mtp("restore_hybrid_mtp_boundary_hidden")
-        policy = self._require_executing(request, "restore_hybrid_mtp_boundary_hidden").policy
-        return policy.restore_mtp_boundary(request, slot, base_hidden_states, destination_row)
+        impl = self._require_executing(request, "restore_hybrid_mtp_boundary_hidden")
+        sequence = request.sequence(slot)
+        boundary.check_restorable(sequence, destination_row)
+        sequence.boundary_restored = False
+        status = policy_calls.call_boundary_hook(
+            self,
+            request,
+            slot,
+            lambda policy: policy.restore_mtp_boundary(request, slot, base_hidden_states, destination_row),
+        )
+        if not sequence.boundary_restored:
+            boundary.restore_boundary(self, impl, slot, base_hidden_states, destination_row)
+        return status
 
     def _require_hybrid_mtp(self, call: str) -> None:
-        if not (self.profile.is_hybrid and self.profile.is_speculative):
-            raise self._missing_flavour(call, "edgellm-hybrid")
-
-    def _missing_flavour(self, what: str, distribution: str) -> PluginError:
-        kind = self.profile.base_state_kind.value
+        if self.profile.is_hybrid and self.profile.is_speculative:
+            return
         speculative = "speculative" if self.profile.is_speculative else "not speculative"
-        return PluginError(
-            f"{what} is for hybrid MTP or checkpoint deployments; this one is {kind} and {speculative}: "
-            f"deploy such a model with {distribution} installed"
+        raise PluginError(
+            f"{call} is for hybrid MTP deployments; this one is {self.profile.base_state_kind.value} and "
+            f"{speculative}: deploy such a model with edgellm-hybrid installed"
         )
 
     # --- decode ------------------------------------------------------------------------------------------
@@ -471,25 +455,20 @@ class ContextCacheCoordinator:
         """Grow and upload every row that the next step writes beyond its pages.
 
         Args:
-            slots: the sequences that take part (execution order); None means all.  An empty list is right
-                for a step of prompt chunks only: their pages are leased, and the work is marked as pending.
+            slots: the sequences that take part (execution order); None means all that have not ended.  An empty list
+                is right for a step of prompt chunks only: their pages are leased, and the work is marked as pending.
         Returns:
             OK, or REQUEST_FAILED when one sequence can get no page (or its row is full).  Then
             `request.refused_slot` names it, the request stays executing and settled, and earlier growth
             stays with its leases: retire or preempt a sequence by compaction, then prepare again.
         """
+        if self._has_dropped:
+            self._collect_dropped()
         impl = self._require_executing(request, "prepare_decode_step")
         if impl.has_pending_device_work() and not impl.awaiting_first_spec_completion():
             raise ContractViolation("prepare_decode_step needs a settled request; complete the step before")
         self._require_no_compaction(impl, "prepare_decode_step")
-        admitting.check_headroom(headroom, paired=self._paired(impl.speculative_request))
-        impl.refused_slot = grow_for_step(self, impl, headroom, slots)
-        if impl.refused_slot is not None:
-            self.counters.growth_refusals += 1
-            return Status.REQUEST_FAILED
-        impl.mark_device_work_enqueued()
-        self._rows.upload()
-        return Status.OK
+        return decode.prepare_step(self, impl, headroom, slots)
 
     def complete_decode_step(
         self,
@@ -502,69 +481,15 @@ class ContextCacheCoordinator:
 
         Args:
             advances: one per sequence; `OneTokenAdvances` costs no Python object per sequence.
-            publishable_completed_slots: sequences that ended normally in this step (never cancelled or
-                failed ones).
+            publishable_completed_slots: sequences that ended normally in this step (never cancelled or failed
+                ones).  They take part in nothing more until they are compacted away.
+            common_state_lengths: with draft state, how far base and draft agree after this step; -1 holds one.
         Raises:
             CallerError: an entry is wrong.  Nothing was changed; repeat with correct ones.
         """
         impl = self._require_executing(request, "complete_decode_step")
         self._require_pending(impl, "complete_decode_step")
-        check_decode_advances(impl, advances)
-        check_completed_slots(impl, publishable_completed_slots)
-        self._check_common(impl, common_state_lengths)
-        return self._guarded(
-            request,
-            lambda: impl.policy.on_decode_completed(
-                request, advances, publishable_completed_slots, common_state_lengths
-            ),
-            advances,
-        )
-
-    def _check_common(self, impl: Impl, common: Sequence[int] | None) -> None:
-        if common is None:
-            return
-        if not self._paired(impl.speculative_request):
-            raise InvalidArgumentError("common_state_lengths is given for a request without draft state; pass None")
-        if len(common) != len(impl.sequences):
-            raise InvalidArgumentError(
-                f"{len(common)} common_state_lengths for {len(impl.sequences)} sequences; pass one for each"
-            )
-
-    # --- policies are plugins: none of them may take a request's state with it ----------------------------
-
-    def _guarded(
-        self,
-        request: RequestHandle,
-        hook: Callable[[], Status | None],
-        advances: Sequence[ContextCacheSequenceAdvance] | None = None,
-    ) -> Status:
-        """Run a policy hook; when it raises or leaves a step incomplete, make the ledger whole and switch it off.
-
-        A container goes on unpublished until it is empty (its residents' text does not depend on publication); a
-        batch request ends.  An invariant error is ours, not the plugin's: it propagates.
-        """
-        impl = request.impl
-        committed_before = None if advances is None else impl.lengths.committed[: impl.lengths.size].copy()
-        try:
-            status = hook() or Status.OK
-            forgot = _complete_ledger(impl, advances, committed_before)
-            unsettled = impl.has_pending_device_work() and not impl.awaiting_first_spec_completion()
-            if not forgot and (advances is None or not unsettled):
-                return status
-            logger.error("publication policy %r left a step incomplete; it is switched off", impl.policy.name)
-        except BrokenInvariantError:
-            raise
-        except FOREIGN_ERRORS:
-            logger.exception("publication policy %r raised; it is switched off for its request", impl.policy.name)
-            _complete_ledger(impl, advances, committed_before)
-        self.counters.policy_failures += 1
-        impl.publication_policy = LedgerOnlyPolicy(self)
-        if advances is not None:
-            impl.mark_device_work_resolved_without_sync()
-        if impl.is_container:
-            return Status.OK
-        impl.mark_finishing()
-        return Status.REQUEST_FAILED
+        return decode.complete_step(self, request, advances, publishable_completed_slots, common_state_lengths)
 
     # --- compaction --------------------------------------------------------------------------------------
 
@@ -573,29 +498,17 @@ class ContextCacheCoordinator:
     ) -> Status:
         """Check and remember the one authoritative old-to-new mapping, before any slot is retired.
 
+        What only waited for the stream (a frozen speculative prefill) is waited for and published first.
+
         Args:
             old_to_new: one entry per sequence; -1 retires, survivors are dense and keep their order.
             device_batch_mapping: (>= N,) int32 device tensor that receives the mapping, where one exists.
         Raises:
             CallerError: a wrong mapping, pending work, or a compaction already begun.  Nothing was changed.
         """
-        impl = self._impl(request)
-        if not impl.executing():
-            raise ContractViolation(f"compaction needs an executing request; this one is {impl.phase.value}")
+        impl = self._require_executing(request, "begin_batch_compaction")
         self._require_no_compaction(impl, "begin_batch_compaction")
-        check_mapping(old_to_new, new_batch_size, num_sequences=len(impl.sequences))
-        status = self._guarded(request, lambda: impl.policy.on_terminalize(request))
-        if status is not Status.OK:
-            return status
-        if impl.has_pending_device_work():
-            raise ContractViolation("begin_batch_compaction needs a settled request; complete the step before")
-        mapping = list(old_to_new)
-        if device_batch_mapping is not None:
-            _upload_mapping(mapping, device_batch_mapping)
-        impl.mark_device_work_enqueued()
-        impl.compaction.mapping = mapping
-        impl.compaction.batch_size = new_batch_size
-        return Status.OK
+        return compaction.begin(self, request, old_to_new, new_batch_size, device_batch_mapping)
 
     def compact_batch(self, request: RequestHandle) -> Status:
         """Retire sequences by the remembered mapping; survivors' physical rows are not touched.
@@ -607,99 +520,22 @@ class ContextCacheCoordinator:
         self._require_pending(impl, "compact_batch")
         if not impl.compaction_outstanding():
             raise ContractViolation("compact_batch without begin_batch_compaction; begin it first")
-        self._require_nothing_staged(impl)
-        retired = [sequence for sequence, new in zip(impl.sequences, impl.compaction.mapping, strict=True) if new < 0]
-        survivors = [index for index, new in enumerate(impl.compaction.mapping) if new >= 0]
-        self._rows.clear(retired)
-        self._rows.upload()
-        drained = False
-        try:
-            drained = self._quarantine.drain(impl)
-        finally:
-            if not drained:
-                self._hold(request.take())
-        if not drained:
-            return Status.POISONED
-        for sequence in retired:
-            self._occupied.pop(sequence.resident.slot, None)
-            sequence.lease.release()
-        impl.keep_sequences(survivors)
-        impl.compaction.mapping, impl.compaction.batch_size = [], -1
-        if not survivors and impl.is_container:
-            self._renew_policy(impl)
-        elif not survivors:
-            impl.mark_finishing()
-        return Status.OK
-
-    def _renew_policy(self, impl: Impl) -> None:
-        """An empty container gets its policy back after one was switched off: those it failed for are gone."""
-        if not isinstance(impl.policy, LedgerOnlyPolicy):
-            return
-        try:
-            chosen = choose_policy(self._policies, self.profile, impl.speculative_request)
-            impl.publication_policy = build_policy(chosen, self)
-        except PluginError:
-            logger.exception("the publication policy could not be built again; nothing is published")
-
-    def _require_nothing_staged(self, impl: Impl) -> None:
-        for slot, sequence in enumerate(impl.sequences):
-            if sequence.staged_hybrid_publication is not None or sequence.frozen_spec_prefill_length is not None:
-                raise ContractViolation(f"slot {slot} still has a staged endpoint; terminalize it before compaction")
+        return compaction.compact(self, request)
 
     # --- ending ------------------------------------------------------------------------------------------
 
     def finish(self, request: RequestHandle) -> Status:
         """End a request normally: wait for its stream, then give its leases back.  Idempotent.
 
-        A failed wait is POISONED and quarantines the request.
+        Publishes nothing but a frozen speculative prefill.  A failed wait is POISONED and quarantines the request.
         """
         if not request.valid():
             return Status.OK
-        impl = self._impl(request)
-        try:
-            terminalized = impl.policy.on_terminalize(request) is Status.OK
-        except FOREIGN_ERRORS:
-            logger.exception("publication policy %r raised while finishing", impl.policy.name)
-            self.counters.policy_failures += 1
-            terminalized = True  # the wait below decides; what it would have published is lost
-        request.take()
-        if not terminalized:
-            self._hold(impl)
-            return Status.POISONED
-        if not self._drain_or_hold(impl):
-            return Status.POISONED
-        self._release(impl)
-        return Status.OK
-
-    def _drain_or_hold(self, impl: Impl) -> bool:
-        """Wait for a request's stream, or quarantine it.  An interrupted wait proves nothing and quarantines too."""
-        drained = False
-        try:
-            drained = self._quarantine.drain(impl)
-        finally:
-            if not drained:
-                self._hold(impl)
-        return drained
+        self._impl(request)
+        return ending.finish(self, request)
 
     def _abandon(self, impl: Impl) -> None:
-        """The handle is gone while its request lives: drain, release, publish nothing.  Never raises."""
-        if impl.has_pending_device_work() and not self._drain_or_hold(impl):
-            return
-        self._release(impl)
-
-    def _release(self, impl: Impl) -> None:
-        try:
-            self._rows.clear(impl.sequences)
-        except Exception:
-            logger.exception("rows of an ended request could not be cleared")
-            self._quarantine.poison("rows of an ended request could not be cleared")
-        impl.mark_finishing()
-        impl.destroy()
-
-    def _hold(self, impl: Impl) -> None:
-        """Quarantine a request whose device work may still run."""
-        self._live.pop(id(impl), None)
-        self._quarantine.hold(impl)
+        ending.abandon(self, impl)
 
     def shutdown(self) -> Status:
         """Drain quarantined requests before physical resources go.  Never raises; may be repeated.
@@ -707,22 +543,19 @@ class ContextCacheCoordinator:
         Returns:
             POISONED while a drain fails, REQUEST_FAILED while requests are live, else OK.
         """
-        if not self._quarantine.drain_all(self._release):
-            self._quarantine.poison("a quarantined stream could not be drained")
-            return Status.POISONED
-        return Status.REQUEST_FAILED if self._active_requests > 0 else Status.OK
+        self._collect_dropped()
+        return ending.shutdown(self)
 
     def recover(self) -> bool:
-        """Admit again after poison, once every quarantined stream is proven idle.  Rows are left as they are."""
-        if not self._quarantine.drain_all(self._release):
-            return False
-        self._quarantine.lift_poison()
-        return True
+        """Admit again after poison, once every stream is proven idle.  Rows are left as they are."""
+        self._collect_dropped()
+        return ending.recover(self)
 
     def close(self) -> None:
         """End of life.  Raises BrokenInvariantError with live or quarantined requests: end them first."""
         if self._closed:
             return
+        self._collect_dropped()
         if self._active_requests > 0:
             raise InvariantError(
                 f"the coordinator is closed with {self._active_requests} requests alive "
@@ -736,37 +569,14 @@ class ContextCacheCoordinator:
 
     # --- shared checks -----------------------------------------------------------------------------------
 
-    def require_base_flavour(self, speculative_request: bool) -> None:
-        """Planning here covers attention-only, non-speculative requests."""
-        if self.profile.uses_checkpoint_reuse or speculative_request:
-            raise PluginError(
-                f"planning {'speculative' if speculative_request else 'plain'} requests on "
-                f"{self.profile.base_state_kind.value} models is not part of this version; "
-                f"it comes with {missing_policy_distribution(self.profile, speculative_request)}"
-            )
-
-    def check_resident_free(self, resident: ResidentRef) -> None:
-        """The slot is in range, its epoch live, and no other sequence occupies it."""
-        if not 0 <= resident.slot < self.deployment.max_batch_size:
-            raise InvalidArgumentError(
-                f"slot {resident.slot} is not in [0, {self.deployment.max_batch_size}); acquire one from the slot pool"
-            )
-        if resident.epoch == 0:
-            raise InvalidArgumentError(f"slot {resident.slot} has epoch 0, which is never live; acquire the slot")
-        if resident.slot in self._occupied:
-            raise InvalidArgumentError(f"slot {resident.slot} is occupied by a live sequence; release it first")
-
-    def occupy(self, impl: Impl, resident: ResidentRef) -> None:
-        """Remember who holds a slot until compaction, retraction or the end of the request."""
-        self._occupied[resident.slot] = impl
+    def _collect_dropped(self) -> None:
+        if self._has_dropped:
+            ending.collect_dropped(self)
 
     def _forget_residents(self, impl: Impl) -> None:
         for sequence in impl.sequences:
             self._occupied.pop(sequence.resident.slot, None)
         self._live.pop(id(impl), None)
-
-    def _paired(self, speculative_request: bool) -> bool:
-        return speculative_request and self.profile.owns_paged_spec_state
 
     def _impl(self, request: RequestHandle) -> Impl:
         impl = request.impl
@@ -794,21 +604,3 @@ class ContextCacheCoordinator:
     def _require_no_compaction(self, impl: Impl, call: str) -> None:
         if impl.compaction_outstanding():
             raise ContractViolation(f"{call} while a compaction is outstanding; call compact_batch first")
-
-
-def _complete_ledger(
-    impl: Impl,
-    advances: Sequence[ContextCacheSequenceAdvance] | None,
-    committed_before: npt.NDArray[np.int64] | None,
-) -> bool:
-    """Apply what a policy hook left out of a step; whether there was something."""
-    if advances is None or committed_before is None:
-        return False
-    return apply_missing_advances(impl, advances, committed_before) > 0
-
-
-def _upload_mapping(mapping: list[int], device_batch_mapping: Any) -> None:
-    import torch
-
-    host = torch.from_numpy(np.asarray(mapping, dtype=np.int32))
-    device_batch_mapping[: len(mapping)].copy_(host)

@@ -9,11 +9,13 @@ from edgellm.cache.types import (
     ContextCacheDeploymentProfile,
     ContextCachePhysicalResources,
     DeploymentConfig,
+    ResourceDemand,
     SpecReuseContract,
 )
 from edgellm.errors import InvalidArgumentError, UnsupportedModelError
 
 MAX_PAGES = 2**31 - 1
+_ATTENTION_ONLY = ContextCacheDeploymentProfile()
 
 # Decoder kind -> what it needs of reused state.  None: not speculative.
 SPEC_REUSE_CONTRACTS: dict[str, SpecReuseContract | None] = {
@@ -81,15 +83,19 @@ def check_support(
         raise UnsupportedModelError("plain MTP on an attention-only model is not supported; use vanilla or eagle")
 
 
-def check_geometry(deployment: DeploymentConfig) -> None:
+def check_geometry(deployment: DeploymentConfig, profile: ContextCacheDeploymentProfile = _ATTENTION_ONLY) -> None:
     """Sizes that no deployment can do without.
 
-    The pool may be smaller than `max_batch_size` full sequences: admissions then wait for pages.
+    The pool may be smaller than `max_batch_size` full sequences: admissions then wait for pages.  Pure recurrent
+    models have no pages.
 
     Raises:
         InvalidArgumentError: a size is out of range.
     """
-    for name in ("max_batch_size", "max_input_length", "max_kv_capacity", "page_size", "num_pages"):
+    needed = ["max_batch_size", "max_input_length", "max_kv_capacity", "page_size"]
+    needed += ["num_pages"] if profile.has_attention else []
+    needed += ["num_draft_pages"] if profile.owns_paged_spec_state else []
+    for name in needed:
         value = getattr(deployment, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer of at least 1")
@@ -102,22 +108,82 @@ def check_geometry(deployment: DeploymentConfig) -> None:
 def check_resources(
     deployment: DeploymentConfig, profile: ContextCacheDeploymentProfile, resources: ContextCachePhysicalResources
 ) -> None:
-    """Deployment, pools and tables agree on every size they share.
+    """Deployment, pools, tables and snapshot storage agree on every size they share.
 
     Raises:
         InvalidArgumentError: names both values.
     """
-    check_geometry(deployment)
+    check_geometry(deployment, profile)
     paired = profile.owns_paged_spec_state
     has_draft = (resources.draft_cache is not None, resources.draft_page_table is not None)
     if has_draft != (paired, paired):
         wanted = "a draft cache and a draft page table" if paired else "neither a draft cache nor a draft page table"
         raise InvalidArgumentError(f"this profile needs {wanted}; got cache {has_draft[0]}, table {has_draft[1]}")
-    if resources.base_page_table is None:
-        raise InvalidArgumentError("base_page_table is None; pass the page table that the executor reads")
-    _check_pair("base", resources.base_cache, resources.base_page_table, deployment, deployment.num_pages)
+    if profile.has_attention:
+        if resources.base_page_table is None:
+            raise InvalidArgumentError("base_page_table is None; pass the page table that the executor reads")
+        _check_pair("base", resources.base_cache, resources.base_page_table, deployment, deployment.num_pages)
     if paired:
         _check_pair("draft", resources.draft_cache, resources.draft_page_table, deployment, deployment.num_draft_pages)
+    _check_copying(profile, resources)
+    _check_storage(deployment, profile, resources.snapshot_storage)
+
+
+def _check_copying(profile: ContextCacheDeploymentProfile, resources: ContextCachePhysicalResources) -> None:
+    """Reuse that begins inside a page needs somebody who copies pages."""
+    if profile.uses_checkpoint_reuse:
+        return
+    caches = [("base_cache", resources.base_cache)]
+    caches += [("draft_cache", resources.draft_cache)] if profile.owns_paged_spec_state else []
+    for name, cache in caches:
+        if not callable(getattr(cache, "copy_pages", None)):
+            raise InvalidArgumentError(
+                f"{name} is {type(cache).__name__} and cannot copy_pages(sources, targets); reuse needs it"
+            )
+
+
+def _check_storage(deployment: DeploymentConfig, profile: ContextCacheDeploymentProfile, storage: Any) -> None:
+    if not profile.uses_checkpoint_reuse:
+        if storage is not None:
+            raise InvalidArgumentError("an attention-only model keeps no recurrent snapshots; pass no snapshot_storage")
+        return
+    if storage is None:
+        raise InvalidArgumentError(
+            f"a {profile.base_state_kind.value} model needs snapshot_storage for its recurrent checkpoints"
+        )
+    _agree("snapshot storage: page_size", storage.page_size, deployment.page_size)
+    for family, slots in (
+        ("recurrent", storage.num_recurrent_slots),
+        ("partial", storage.num_partial_slots if profile.has_attention else 1),
+    ):
+        if slots < 1:
+            raise InvalidArgumentError(f"the {family} snapshot pool has {slots} slots; raise its budget to at least 1")
+
+
+def pool_capacities(
+    deployment: DeploymentConfig, profile: ContextCacheDeploymentProfile, resources: ContextCachePhysicalResources
+) -> ResourceDemand:
+    """Units of the four pools.
+
+    A pure recurrent model has no KV pages, but its index wants a number for each block that a sequence in flight or
+    a checkpoint may stand for; nothing is behind them, so there are enough for all.
+    """
+    storage = resources.snapshot_storage
+    recurrent = storage.num_recurrent_slots if profile.uses_checkpoint_reuse else 0
+    base = deployment.num_pages
+    if not profile.has_attention:
+        base = (deployment.max_batch_size + recurrent) * deployment.pages_per_slot
+        if base > MAX_PAGES:
+            raise InvalidArgumentError(
+                f"{recurrent} recurrent snapshots of up to {deployment.pages_per_slot} blocks exceed {MAX_PAGES}; "
+                "lower recurrent_snapshot_pool_bytes or raise page_size"
+            )
+    return ResourceDemand(
+        base_kv_pages=base,
+        draft_kv_pages=deployment.num_draft_pages if profile.owns_paged_spec_state else 0,
+        recurrent_snapshot_slots=recurrent,
+        partial_kv_snapshot_slots=storage.num_partial_slots if profile.is_hybrid else 0,
+    )
 
 
 def _check_pair(which: str, cache: Any, table: Any, deployment: DeploymentConfig, num_pages: int) -> None:

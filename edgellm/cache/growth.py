@@ -20,47 +20,61 @@ if TYPE_CHECKING:
 def grow_for_step(
     coordinator: ContextCacheCoordinator, impl: Impl, headroom: DecodingKvHeadroom, slots: Sequence[int] | None
 ) -> int | None:
-    """Lease pages until `committed + headroom` positions are covered, and bind the rows that grew.
+    """Lease pages until `committed + headroom` positions are covered in both pools, and bind the rows that grew.
 
     Args:
-        slots: participants in execution order; None means all.
+        slots: participants in execution order; None means all that have not ended.
     Returns:
         None, or the first sequence that could not grow.  Growth of those before it stays.
+    Raises:
+        ContractViolation: a named slot is out of range or has ended.
     Effects: leases, host rows, coverage.  Nothing is uploaded.
     """
     lengths, size = impl.lengths, impl.lengths.size
-    extra = headroom.base_extra_tokens
+    extra, draft_extra = headroom.base_extra_tokens, headroom.draft_extra_tokens
     short = lengths.committed[:size] + extra > lengths.coverage[:size]
-    if slots is not None:
-        short &= _participants(slots, size)
+    if draft_extra:
+        short |= lengths.committed[:size] + draft_extra > lengths.draft_coverage[:size]
+    short &= ~lengths.ended[:size] if slots is None else _participants(impl, slots)
     if not short.any():
         return None
     growing = np.flatnonzero(short)
-    too_wide = lengths.committed[growing] + extra > coordinator.row_capacity_tokens
+    too_wide = lengths.committed[growing] + max(extra, draft_extra) > coordinator.row_capacity_tokens
     if too_wide.any():
         return int(growing[too_wide.argmax()])
     growing_slots: list[int] = growing.tolist()
     leases = [impl.leases[slot] for slot in growing_slots]
-    refused = coordinator.manager.ensure_coverage(leases, lengths.committed[growing].tolist(), extra)
-    grown = growing_slots if refused < 0 else growing_slots[:refused]
-    _bind_grown(coordinator, impl, grown)
+    coordinator.tell_time()
+    try:
+        refused = coordinator._manager.ensure_coverage(leases, lengths.committed[growing].tolist(), extra, draft_extra)
+    except BaseException:  # out of memory in the middle: those in front have grown, and their rows follow
+        _bind_grown(coordinator, impl, growing_slots)
+        raise
+    _bind_grown(coordinator, impl, growing_slots if refused < 0 else growing_slots[:refused])
     return None if refused < 0 else growing_slots[refused]
 
 
-def _participants(slots: Sequence[int], size: int) -> npt.NDArray[np.bool_]:
+def _participants(impl: Impl, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
     """(size,) mask of the named slots."""
+    size = impl.lengths.size
     named = np.asarray(slots, dtype=np.int64)
     if len(named) and not (named.min() >= 0 and named.max() < size):
         raise ContractViolation(f"slots reach from {named.min()} to {named.max()}; the request has {size} sequences")
+    ended = impl.lengths.ended[:size][named]
+    if ended.any():
+        raise ContractViolation(f"slot {int(named[ended.argmax()])} was reported as ended; it takes part in no step")
     mask = np.zeros(size, np.bool_)
     mask[named] = True
     return mask
 
 
 def _bind_grown(coordinator: ContextCacheCoordinator, impl: Impl, grown: list[int]) -> None:
-    coverage = impl.lengths.coverage
+    page_size, rows, lengths = coordinator.page_size, coordinator.rows, impl.lengths
     for slot in grown:
-        pages = impl.leases[slot].base_pages
-        held = int(coverage[slot]) // coordinator.page_size
-        coordinator.rows.extend(impl.sequences[slot], held, pages[held:])
-        coverage[slot] = len(pages) * coordinator.page_size
+        sequence = impl.sequences[slot]
+        if rows.base is not None:
+            held = int(lengths.coverage[slot]) // page_size
+            lengths.coverage[slot] = rows.base.extend(sequence, held) * page_size
+        if rows.draft is not None and sequence.lease.num_draft_pages:
+            held = int(lengths.draft_coverage[slot]) // page_size
+            lengths.draft_coverage[slot] = rows.draft.extend(sequence, held) * page_size

@@ -25,13 +25,19 @@ class ContextCacheMetrics:
 
     Attributes:
         hit_sequences: sequences of which some prompt tokens were known (a full rewind to 0 counts).
-        lookup_bypass_sequences: private pages by policy, or forced (`forced_cold_sequences`).
+        lookup_bypass_sequences: private pages by policy.
         matched_tokens, reused_tokens: prompt tokens known, and those not computed again.
         publication_attempts: endpoints offered for retention at prefill end and decode end.
         block_publications: publications of completed chunks and generated blocks, without an endpoint.
         published_blocks: blocks that became findable, over all publications.
         rebound_tokens: prompt tokens a sequence got from a producer in flight after its own admission.
-        policy_failures: publication policies that raised and were switched off for their request.
+        policy_failures: faults of publication policies; the sequences they were about went on unpublished.
+        policy_deadline_overruns: policy hooks that took longer than the deadline.
+        tail_copies, tail_copied_tokens: sequences that began inside a page, and the tokens copied for them.
+        spec_replays, spec_replayed_tokens: plans that gave known tokens up because draft state looks ahead, and how
+            many tokens that was.
+        spec_pair_publications: endpoints with draft pages of their own.
+        forced_cold_sequences: always 0; a hit is never harder to lease than a cold run.
         growth_refusals: decode steps that one sequence could not get its next page for.
         planning_nanoseconds: lookup, plan and acquire of admitted sequences, monotonic clock.
         quarantined_requests: gauge; requests whose stream could not be drained.
@@ -55,11 +61,15 @@ class ContextCacheMetrics:
     published_blocks: int = 0
     rebound_tokens: int = 0
     policy_failures: int = 0
+    policy_deadline_overruns: int = 0
+    tail_copies: int = 0
+    tail_copied_tokens: int = 0
     growth_refusals: int = 0
     hybrid_restores: int = 0
     hybrid_snapshot_pressure_skips: int = 0
     hybrid_capture_synchronizations: int = 0
-    spec_full_page_replays: int = 0
+    spec_replays: int = 0
+    spec_replayed_tokens: int = 0
     spec_pair_publications: int = 0
     planning_nanoseconds: int = 0
 

@@ -1,27 +1,59 @@
-"""`PublicationPolicy`: decides when committed state becomes findable by other sequences."""
+"""`PublicationPolicy`: decides when committed state becomes findable by other sequences.
+
+A policy says *when*; the helpers of the base class do it.  They check every length against the ledger, so a
+policy can publish too little but never more than is committed (or, with draft state, common to base and draft).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from edgellm.cache.advances import apply_advances
-from edgellm.cache.types import ContextCacheCoordinatorStatus, ContextCacheSequenceAdvance
+from edgellm.cache import boundary, endpoints, snapshots, spec_endpoints
+from edgellm.cache.policy_step import apply_step
+from edgellm.cache.types import ContextCacheCoordinatorStatus, ContextCacheSequenceAdvance, PublicationPoint
 from edgellm.errors import PluginError
 
 if TYPE_CHECKING:
     from edgellm.cache.coordinator import ContextCacheCoordinator
     from edgellm.cache.request import RequestHandle
 
+Status = ContextCacheCoordinatorStatus
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointContext:
+    """What a policy knows when it places the recurrent checkpoints of one prompt.  Lengths in tokens.
+
+    Attributes:
+        num_tokens: the whole prompt, n.
+        reuse_token_length: where prefill begins; checkpoints up to there exist or are of no use.
+        known_token_length: leading tokens that the cache has seen in this order: a branch point when longer than
+            the reuse, and a place where the next prompt may leave as well.
+        interval: wished distance of checkpoints, or None.
+        template_boundaries: ends of system prompt, history, ... as the caller named them, ascending.
+        replay_tail_length: tokens of the volatile generation prompt at the end of the input.
+    """
+
+    num_tokens: int
+    reuse_token_length: int
+    known_token_length: int
+    page_size: int
+    interval: int | None
+    template_boundaries: tuple[int, ...]
+    replay_tail_length: int
+
 
 class PublicationPolicy(ABC):
     """One object per request handle, built by the factory a plugin registered and called directly.
 
-    When a hook is called, its arguments were checked by the coordinator.  A hook moves the length ledger
-    through `edgellm.cache.advances.apply_advances` and publishes through `edgellm.cache.endpoints`; it
-    touches no lease, row or pool.  A hook that raises is switched off for its request, which then goes on
-    unpublished until it is empty (a batch request ends): its text and every other request are unaffected.
+    `slot` is the place of a sequence in the request's execution order.  When a hook is called its arguments were
+    checked, and the runtime has waited for the work it is about.  A hook moves the length ledger with `apply` and
+    publishes with the other helpers; it touches no lease, row or pool.  A hook that raises, returns nonsense, leaves
+    a step incomplete or takes too long too often is charged to the sequences it was called for: they go on
+    unpublished, a new policy object serves the others.  Text is never affected.
     """
 
     def __init__(self, coordinator: ContextCacheCoordinator) -> None:
@@ -32,6 +64,8 @@ class PublicationPolicy(ABC):
     def name(self) -> str:
         """Short name for logs and reports."""
 
+    # --- hooks -------------------------------------------------------------------------------------------
+
     @abstractmethod
     def on_prefill_finalized(
         self,
@@ -39,7 +73,10 @@ class PublicationPolicy(ABC):
         advances: Sequence[ContextCacheSequenceAdvance],
         common_state_lengths: Sequence[int] | None,
     ) -> None:
-        """Apply the post-prefill advances and publish (or arm) every ready endpoint."""
+        """The prompts of a batch are complete: `apply` the advances, then publish (or arm) every ready endpoint.
+
+        Must end with the work resolved (`mark_resolved`) or, with draft state, armed (`begin_draft_init`).
+        """
 
     @abstractmethod
     def on_decode_completed(
@@ -49,7 +86,10 @@ class PublicationPolicy(ABC):
         publishable_completed_slots: Sequence[int],
         common_state_lengths: Sequence[int] | None,
     ) -> ContextCacheCoordinatorStatus:
-        """Apply the post-decode advances, publish completed blocks and the endpoints of ended sequences."""
+        """`apply` the advances, publish completed blocks and the endpoints of ended sequences.
+
+        Called for a step of prompt chunks alone too; then every advance holds.  Must end resolved.
+        """
 
     def on_prefill_chunk(self, request: RequestHandle, slot: int) -> None:  # noqa: B027 (a default, not a duty)
         """A prompt chunk of `slot` is committed (the ledger has moved); publish what it completed.
@@ -58,14 +98,23 @@ class PublicationPolicy(ABC):
         """
 
     def on_sequence_finalized(self, request: RequestHandle, slot: int) -> None:  # noqa: B027 (a default, not a duty)
-        """The prompt of a joined sequence is complete (the ledger has moved); publish its endpoint.
+        """The prompt of a joined sequence is complete (the ledger has moved); publish (or freeze) its endpoint.
 
         Default: nothing.
         """
 
     def on_terminalize(self, request: RequestHandle) -> ContextCacheCoordinatorStatus:
         """Before compaction and finish: publish what only waited for the stream.  Default: nothing."""
-        return ContextCacheCoordinatorStatus.OK
+        return Status.OK
+
+    def plan_checkpoints(self, context: CheckpointContext) -> Sequence[int]:
+        """Lengths in (0, n] at which this prompt should have a recurrent checkpoint.
+
+        Prompt chunks end at those behind the reuse, and a checkpoint is taken there.  Those up to the reuse are not
+        taken again, but say that a checkpoint which is there stays wanted: this prompt's deeper ones do not supersede
+        it.  Called once per admitted sequence of a checkpoint deployment.  Default: none.
+        """
+        return ()
 
     def publish_mtp_boundary(
         self,
@@ -84,9 +133,111 @@ class PublicationPolicy(ABC):
         """Hybrid with MTP only: restore the saved boundary hidden row."""
         raise PluginError(f"policy {self.name!r} has no MTP boundary; hybrid MTP needs edgellm-hybrid")
 
+    # --- helpers for authors: the ledger -----------------------------------------------------------------
+
+    def apply(self, request: RequestHandle, advances: Sequence[ContextCacheSequenceAdvance]) -> None:
+        """Move the ledger by the step's advances: append accepted tokens, set committed lengths.  Once per step.
+
+        Raises:
+            ContractViolation: these are not the advances that the hook was given, or they were applied before.
+        """
+        apply_step(request.impl, advances)
+
+    def mark_resolved(self, request: RequestHandle) -> None:
+        """The step's work is complete: the runtime has waited for it (or a verification round did)."""
+        request.impl.mark_device_work_resolved_without_sync()
+
+    def synchronize(self, request: RequestHandle) -> ContextCacheCoordinatorStatus:
+        """Wait for the request's stream.  OK, or POISONED when the wait failed; return that from the hook."""
+        return endpoints.synchronize(self.coordinator, request.impl)
+
+    # --- helpers for authors: blocks and endpoints -------------------------------------------------------
+
+    def publish_ready_endpoint(self, request: RequestHandle, slot: int, point: PublicationPoint) -> None:
+        """Publish the committed full blocks of one sequence; see `endpoints.publish_ready_endpoint`."""
+        endpoints.publish_ready_endpoint(self.coordinator, request.impl, slot, point)
+
+    def publish_generated(self, request: RequestHandle, completed: Sequence[int]) -> None:
+        """After a decode step: endpoints of the ended sequences, and every block that became full.
+
+        Right for every flavour; with draft state it stops at the common length.
+        """
+        endpoints.publish_generated(self.coordinator, request.impl, completed)
+
+    # --- helpers for authors: draft state ----------------------------------------------------------------
+
+    def publish_spec_endpoint(self, request: RequestHandle, slot: int, common: int, point: PublicationPoint) -> None:
+        """Publish base and draft blocks up to `common`; see `spec_endpoints.publish_spec_endpoint`."""
+        spec_endpoints.publish_spec_endpoint(self.coordinator, request.impl, slot, common, point)
+
+    def set_common(self, request: RequestHandle, common_state_lengths: Sequence[int] | None) -> None:
+        """Set the common lengths after `apply`; None takes the committed ones (a draft that borrows base state)."""
+        spec_endpoints.set_common_lengths(request.impl, common_state_lengths)
+
+    def freeze_prefill(self, request: RequestHandle, slot: int) -> None:
+        """Remember the common length of `slot` now, to be published when a verification proves it complete."""
+        spec_endpoints.freeze_prefill(request.impl, slot)
+
+    def begin_draft_init(self, request: RequestHandle) -> None:
+        """A batch's ordered draft initialisation awaits its first verification round; the work stays pending."""
+        request.impl.begin_spec_draft_init()
+
+    def end_draft_init(self, request: RequestHandle) -> None:
+        """The first verification round (or a wait) proved the draft initialisation complete."""
+        request.impl.end_spec_draft_init()
+
+    def publish_frozen(
+        self, request: RequestHandle, advances: Sequence[ContextCacheSequenceAdvance] | None = None
+    ) -> None:
+        """Publish frozen prefills at `min(frozen, common)` and forget them.
+
+        Args:
+            advances: of a completed step; in a container only those who took part in it are proven complete.  None
+                means the stream was waited for: everybody.
+        """
+        spec_endpoints.publish_frozen(self.coordinator, request.impl, advances)
+
+    # --- helpers for authors: recurrent checkpoints -------------------------------------------------------
+
+    def release_restored(self, request: RequestHandle, slot: int) -> None:
+        """Unpin the checkpoint `slot` was restored from; its copies are ordered before anything that follows."""
+        snapshots.release_restored(self.coordinator, request.impl, slot)
+
+    def reserve_hybrid_capture(self, request: RequestHandle, slot: int, length: int, point: PublicationPoint) -> bool:
+        """Reserve snapshot slots for a checkpoint at `length`; see `snapshots.reserve_hybrid_capture`."""
+        return snapshots.reserve_hybrid_capture(self.coordinator, request.impl, slot, length, point)
+
+    def capture_staged(self, request: RequestHandle) -> ContextCacheCoordinatorStatus:
+        """Copy every reserved checkpoint and wait once for all of them; nothing reserved costs nothing.
+
+        Returns:
+            OK (the work is resolved), or POISONED when the wait failed: return that from the hook.
+        """
+        return snapshots.capture_staged(self.coordinator, request.impl)
+
+    def publish_staged(self, request: RequestHandle, slot: int) -> None:
+        """Publish the captured checkpoint of `slot`, when there is one."""
+        snapshots.publish_staged(self.coordinator, request.impl, slot)
+
+    # --- helpers for authors: hybrid with MTP -------------------------------------------------------------
+
+    def publish_boundary(
+        self, request: RequestHandle, slot: int, length: int, base_hidden_states: Any, boundary_hidden_row: int
+    ) -> ContextCacheCoordinatorStatus:
+        """Capture, wait and publish the MTP checkpoint at `length`; see `boundary.publish_boundary`."""
+        return boundary.publish_boundary(
+            self.coordinator, request.impl, slot, length, base_hidden_states, boundary_hidden_row
+        )
+
+    def restore_boundary(
+        self, request: RequestHandle, slot: int, base_hidden_states: Any, destination_row: int
+    ) -> ContextCacheCoordinatorStatus:
+        """Copy the saved hidden row to `[slot, destination_row, :]`, in stream order, without waiting."""
+        return boundary.restore_boundary(self.coordinator, request.impl, slot, base_hidden_states, destination_row)
+
 
 class LedgerOnlyPolicy(PublicationPolicy):
-    """Moves the ledger and publishes nothing: what a request falls back to when its policy raised."""
+    """Moves the ledger and publishes nothing: the last resort when a policy cannot be built again."""
 
     @property
     def name(self) -> str:
@@ -98,8 +249,8 @@ class LedgerOnlyPolicy(PublicationPolicy):
         advances: Sequence[ContextCacheSequenceAdvance],
         common_state_lengths: Sequence[int] | None,
     ) -> None:
-        request.impl.mark_device_work_resolved_without_sync()
-        apply_advances(request.impl, advances)
+        self.mark_resolved(request)
+        self.apply(request, advances)
 
     def on_decode_completed(
         self,
@@ -108,6 +259,6 @@ class LedgerOnlyPolicy(PublicationPolicy):
         publishable_completed_slots: Sequence[int],
         common_state_lengths: Sequence[int] | None,
     ) -> ContextCacheCoordinatorStatus:
-        apply_advances(request.impl, advances)
-        request.impl.mark_device_work_resolved_without_sync()
-        return ContextCacheCoordinatorStatus.OK
+        self.apply(request, advances)
+        self.mark_resolved(request)
+        return Status.OK

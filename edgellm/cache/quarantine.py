@@ -26,41 +26,69 @@ def synchronize_stream(stream: Stream) -> bool:
 class Quarantine:
     """Requests that keep leases and active count because the device may still write to their pages.
 
-    Holding one poisons: nothing new is admitted until the poison is lifted.  Running requests go on.
+    Holding one poisons: nothing new is admitted until the poison is lifted.  Running requests go on.  Room for every
+    active request is reserved when it begins, so that holding it cannot fail.
     """
 
     def __init__(self, synchronizer: StreamSynchronizer) -> None:
-        self.requests: list[Impl] = []
         self.poisoned = False
+        self.failed_waits = 0
+        self._held = 0
+        self._room: list[Impl | None] = []
         self._synchronizer = synchronizer
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return self._held
+
+    @property
+    def requests(self) -> list[Impl]:
+        """The held requests, first in first."""
+        return [impl for impl in self._room if impl is not None]
+
+    def reserve(self) -> None:
+        """Make room for one more request."""
+        self._room.append(None)
+
+    def unreserve(self) -> None:
+        """A request ended: its room goes."""
+        self._room.pop()
+
+    def wait(self, stream: Stream) -> bool:
+        """Wait for a stream; False when completion is unknown.  Never raises (an interrupt passes)."""
+        self.failed_waits += 1  # an interrupted wait proves nothing
+        try:
+            drained = self._synchronizer(stream)
+        except Exception:
+            logger.exception("a stream could not be drained")
+            return False
+        if drained is False:
+            return False
+        self.failed_waits -= 1
+        return True
 
     def drain(self, impl: Impl) -> bool:
         """Wait for a request's stream; False when completion is unknown.  Never raises."""
-        try:
-            drained = self._synchronizer(impl.stream)
-        except Exception:
-            logger.exception("the stream of a request could not be drained")
-            return False
-        if drained is False:
+        if not self.wait(impl.stream):
             return False
         impl.mark_device_work_synchronized()
         return True
 
     def hold(self, impl: Impl) -> None:
-        """Take a request in, and poison."""
+        """Take a request in, and poison.  Cannot fail."""
         impl.mark_finishing()
-        self.requests.append(impl)
+        self._room[self._held] = impl
+        self._held += 1
         self.poison("a stream could not be drained")
 
     def drain_all(self, release: Callable[[Impl], None]) -> bool:
         """Release the held requests, last in first out; False when one still cannot be drained."""
-        while self.requests:
-            if not self.drain(self.requests[-1]):
+        while self._held:
+            impl = self._room[self._held - 1]
+            if impl is None or not self.drain(impl):
                 return False
-            release(self.requests.pop())
+            self._held -= 1
+            self._room[self._held] = None
+            release(impl)
         return True
 
     def poison(self, reason: str) -> None:

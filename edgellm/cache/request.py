@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edgellm.cache.lengths import LengthLedger
 from edgellm.cache.types import (
@@ -14,6 +14,8 @@ from edgellm.cache.types import (
     ContextCacheLookupPolicy,
     DecodingTokenStateContract,
     Hash128,
+    HybridCheckpointKey,
+    HybridSnapshotReservation,
     PublicationPoint,
     ReuseReport,
 )
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from edgellm._core.cache_manager import CacheRequestLease
     from edgellm.cache.coordinator import ContextCacheCoordinator
     from edgellm.cache.policy import PublicationPolicy
+    from edgellm.cache.policy_step import PolicyStep
     from edgellm.runtime.device import Stream
     from edgellm.session.types import ResidentRef
 
@@ -42,21 +45,31 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StagedHybridPublication:
-    """A checkpoint captured but not yet published (checkpoint flavours only)."""
+    """A checkpoint reserved (and, once `captured`, copied) but not yet published; checkpoint deployments only."""
 
-    checkpoint: Any
-    snapshots: Any
+    checkpoint: HybridCheckpointKey
+    snapshots: HybridSnapshotReservation
     point: PublicationPoint
+    captured: bool = False
 
 
 class SequenceState:
     """One live sequence.  Its lengths live in the request's `LengthLedger` at `index`.
 
     Owns one lease; the coordinator releases it.  `chain` is the only copy of the tokens.
+
+    Attributes:
+        template_boundaries: prompt lengths that the caller named; checkpoints there are anchors.
+        wanted_checkpoints: where the policy wants this prompt's recurrent checkpoints, ascending.
+        branch_point: whole blocks that the cache knew at admission: where an earlier prompt parted from this one.
+        policy_overruns: hooks about this sequence that took longer than the deadline.
+        boundary_restored: its saved MTP hidden row was copied back.
     """
 
     __slots__ = (
         "_lengths",
+        "boundary_restored",
+        "branch_point",
         "chain",
         "commit_policy",
         "frozen_spec_prefill_length",
@@ -66,11 +79,14 @@ class SequenceState:
         "lease",
         "lookup_policy",
         "per_position_media_hash",
+        "policy_overruns",
         "published_exact_length",
         "replay_tail_length",
         "resident",
         "reuse_report",
         "staged_hybrid_publication",
+        "template_boundaries",
+        "wanted_checkpoints",
     )
 
     def __init__(
@@ -86,6 +102,7 @@ class SequenceState:
         replay_tail_length: int,
         reuse_report: ReuseReport,
         joined: bool,
+        template_boundaries: tuple[int, ...] = (),
     ) -> None:
         self.lease = lease
         self.chain = chain
@@ -97,6 +114,11 @@ class SequenceState:
         self.replay_tail_length = replay_tail_length
         self.reuse_report = reuse_report
         self.joined = joined
+        self.template_boundaries = template_boundaries
+        self.wanted_checkpoints: tuple[int, ...] = ()
+        self.branch_point = 0
+        self.policy_overruns = 0
+        self.boundary_restored = False
         self.published_exact_length = 0
         self.frozen_spec_prefill_length: int | None = None
         self.staged_hybrid_publication: StagedHybridPublication | None = None
@@ -137,7 +159,7 @@ class SequenceState:
 
     @property
     def published_full_block_count(self) -> int:
-        return int(self.lengths.published_blocks[self.index])
+        return int(self.lengths.offered_blocks[self.index])
 
     @property
     def finalized(self) -> bool:
@@ -145,11 +167,12 @@ class SequenceState:
 
 
 class RequestSlotToken:
-    """One unit of the coordinator's active count: +1 when taken, -1 when dropped, once."""
+    """One unit of the coordinator's active count, and the room to quarantine it: taken once, dropped once."""
 
     __slots__ = ("owner",)
 
     def __init__(self, owner: ContextCacheCoordinator) -> None:
+        owner._quarantine.reserve()
         self.owner: ContextCacheCoordinator | None = owner
         owner._active_requests += 1
 
@@ -157,6 +180,7 @@ class RequestSlotToken:
         owner, self.owner = self.owner, None
         if owner is not None:
             owner._active_requests -= 1
+            owner._quarantine.unreserve()
 
 
 @dataclass(slots=True)
@@ -181,6 +205,7 @@ class Impl:
         "chains",
         "commit_policy",
         "compaction",
+        "dropped",
         "is_container",
         "leases",
         "lengths",
@@ -192,8 +217,10 @@ class Impl:
         "request_slot",
         "sequences",
         "speculative_request",
+        "step",
         "stream",
         "token_state_contract",
+        "tracks_common",
     )
 
     def __init__(self, owner: ContextCacheCoordinator, stream: Stream, capacity: int) -> None:
@@ -202,11 +229,14 @@ class Impl:
         self.stream = stream
         self.publication_policy: PublicationPolicy | None = None
         self.speculative_request = False
+        self.tracks_common = False  # base and draft state may differ in length; otherwise common is committed
         self.token_state_contract = DecodingTokenStateContract.COMMITTED_PLUS_LOOKAHEAD
         self.lookup_policy = ContextCacheLookupPolicy.USE_CACHE
         self.commit_policy = ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS
         self.replay_tail_length = 0
         self.is_container = False
+        self.dropped = False  # its handle was collected; the next call of the coordinator abandons it
+        self.step: PolicyStep | None = None
         self.compaction = _Compaction()
         self.refused_slot: int | None = None
         self.sequences: list[SequenceState] = []
@@ -290,21 +320,28 @@ class Impl:
 
     # --- sequences ---------------------------------------------------------------------------------------
 
-    def append_sequence(self, sequence: SequenceState, *, coverage: int) -> None:
-        """Add a sequence at the end of the execution order; the request owns its lease from here."""
+    def append_sequence(self, sequence: SequenceState, *, coverage: int, draft_coverage: int) -> None:
+        """Add a sequence at the end of the execution order; the request owns its lease from here.
+
+        When memory runs out in the middle, nothing was added and the lease stays the caller's.
+        """
         index = len(self.sequences)
-        use_cache = sequence.lookup_policy is ContextCacheLookupPolicy.USE_CACHE
-        generated = sequence.commit_policy is ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS
-        self.lengths.append(
-            reuse=sequence.reuse_report.reused_tokens,
-            num_tokens=sequence.chain.num_tokens,
-            coverage=coverage,
-            publishes=use_cache,
-            publishes_generated=generated,
-        )
-        self.sequences.append(sequence)
-        self.leases.append(sequence.lease)
-        self.chains.append(sequence.chain)
+        try:
+            self.lengths.append(
+                reuse=sequence.reuse_report.reused_tokens,
+                num_tokens=sequence.chain.num_tokens,
+                coverage=coverage,
+                draft_coverage=draft_coverage,
+                publishes=sequence.lookup_policy is ContextCacheLookupPolicy.USE_CACHE,
+                publishes_generated=sequence.commit_policy is ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS,
+            )
+            self.sequences.append(sequence)
+            self.leases.append(sequence.lease)
+            self.chains.append(sequence.chain)
+        except BaseException:
+            del self.sequences[index:], self.leases[index:], self.chains[index:]
+            self.lengths.size = index
+            raise
         sequence.attach(self.lengths, index)
 
     def pop_sequence(self) -> SequenceState:
@@ -394,7 +431,10 @@ class RequestHandle:
         raise TypeError("a request handle is never copied or pickled; hand the object itself over")
 
     def __del__(self) -> None:
-        # A last resort: every path of the product ends its handles explicitly.
-        if getattr(self, "_impl", None) is not None:
-            logger.error("a request handle was dropped while its request was live; it is abandoned now")
-            self.abandon()
+        # A last resort: every path of the product ends its handles explicitly.  The collector may run this in any
+        # thread and in the middle of anything, so nothing is waited for here: the next call of the coordinator is.
+        impl = getattr(self, "_impl", None)
+        if impl is not None:
+            logger.error("a request handle was dropped while its request was live; the next call abandons it")
+            impl.dropped = True
+            impl.owner._has_dropped = True

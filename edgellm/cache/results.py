@@ -19,8 +19,8 @@ class AcquireSequenceResult:
     """One sequence's lookup and lease.
 
     Attributes:
-        plan: the plan that was carried out (the cold one when `forced_cold`).
-        forced_cold: the hit could not be kept because its pins left too little to evict.
+        plan: the plan that was carried out.
+        forced_cold: always False: a hit evicts leaves only, so it is never harder to lease than a cold run.
         planning_ns: lookup, plan and acquire, monotonic nanoseconds.
     """
 
@@ -29,7 +29,6 @@ class AcquireSequenceResult:
     lease: CacheRequestLease | None = None
     status: AcquireStatus = AcquireStatus.INSUFFICIENT_CAPACITY
     forced_cold: bool = False
-    known_tokens: int = 0
     planning_ns: int = 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm._core.page_table import KVPageTable
 from edgellm.cache.coordinator import ContextCacheCoordinator
+from edgellm.cache.deployment import SPEC_REUSE_CONTRACTS, check_support
 from edgellm.cache.identity import request_key_extras
 from edgellm.cache.types import (
     BaseStateKind,
@@ -59,6 +60,8 @@ class LLMRankRuntime:
         reserve_growth: admit a sequence only when everybody resident can run to its end; False admits as
             soon as the prompt fits, and a sequence that finds no page later ends with ERROR.
         synchronizer: waits for the stream in place of the real wait (tests inject failures here).
+    Raises:
+        UnsupportedModelError: the decoder kind does not go with the model's kind of state.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class LLMRankRuntime:
         self.tokenizer = tokenizer
         self.deployment = deployment
         self.reserve_growth = reserve_growth
+        if decoder_kind in SPEC_REUSE_CONTRACTS:  # a kind that only a plugin knows is its plugin's to judge
+            check_support(BaseStateKind.ATTENTION_ONLY, decoder_kind)
         self.decoder: DecodingStrategy = build_decoder(plugins.choose_decoder(decoder_kind))
         self.sampler = Sampler()
         self.page_table = KVPageTable(deployment.max_batch_size, deployment.pages_per_slot, deployment.num_pages)

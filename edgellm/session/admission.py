@@ -52,7 +52,7 @@ class SessionAdmission(SessionFrame):
                     exclusive=exclusive,
                     uniform=uniform,
                 )
-                resident.sampling = self._make_sampling(request, prompt)
+                resident.sampling = self._make_sampling(request, prompt.token_ids)
                 return self._reserve_and_seat(resident)
             except Exception:
                 raise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from edgellm._core.cache_manager import ContextCacheManager
+    from edgellm.cache.manager_view import ManagerView
     from edgellm.cache.request import RequestHandle
     from edgellm.session.frame import SessionGeometry
     from edgellm.session.resident import Resident
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class GrowthReserve:
     """Counts pages; owns none.  A sequence alone in the pool always passes, since its budget is cut to the pool."""
 
-    def __init__(self, manager: ContextCacheManager, geometry: SessionGeometry) -> None:
+    def __init__(self, manager: ManagerView, geometry: SessionGeometry) -> None:
         self._manager = manager
         self._page_size = geometry.page_size
         self._extra = geometry.headroom.base_extra_tokens

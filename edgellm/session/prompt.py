@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +16,42 @@ if TYPE_CHECKING:
     from edgellm.request import LLMGenerationRequest
 
 
-def build_prompt(request: LLMGenerationRequest, tokenizer: Any, *, vocab_size: int) -> npt.NDArray[np.int32]:
-    """The prompt of a checked request.
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt ready for admission.
 
-    Returns:
-        (prompt_length,) int32, at least 1, every id in [0, vocab_size); a fresh array.
+    Attributes:
+        token_ids: (n,) int32, owned.
+        checkpoint_boundaries: lengths in (0, n] at which a later prompt is likely to leave this one.
+        replay_tail_length: tokens at the end that a next turn is not expected to repeat.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    checkpoint_boundaries: tuple[int, ...] = ()
+    replay_tail_length: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def build_prompt(request: LLMGenerationRequest, tokenizer: Any, *, vocab_size: int) -> TokenizedPrompt:
+    """The prompt of a checked request: at least 1 token, every id in [0, vocab_size).
+
     Raises:
         AdmissionError: empty prompt, an id out of range, or the tokenizer or template failed.
     """
-    ids = request.prompt_token_ids if request.prompt_token_ids is not None else _tokenize(request, tokenizer)
+    boundaries, tail = request.checkpoint_boundaries, request.replay_tail_length
+    ids: Any = request.prompt_token_ids
+    if request.messages is not None:
+        chat = _guarded("chat template", lambda: _encode_chat(request, tokenizer))
+        ids, boundaries, tail = chat.token_ids, chat.boundaries, chat.tail_length
+    elif ids is None:
+        ids = _guarded("tokenizer", lambda: tokenizer.encode(request.prompt))
+    token_ids = _checked_ids(ids, vocab_size)
+    return TokenizedPrompt(token_ids, tuple(b for b in boundaries if 0 < b <= len(token_ids)), tail)
+
+
+def _checked_ids(ids: Any, vocab_size: int) -> npt.NDArray[np.int32]:
     prompt = _as_integers(ids)
     if not len(prompt):
         raise AdmissionError("the prompt is empty (0 tokens); it needs at least 1 token")
@@ -38,19 +66,20 @@ def build_prompt(request: LLMGenerationRequest, tokenizer: Any, *, vocab_size: i
     return prompt.astype(np.int32)
 
 
-def _tokenize(request: LLMGenerationRequest, tokenizer: Any) -> Any:
+def _encode_chat(request: LLMGenerationRequest, tokenizer: Any) -> Any:
+    return tokenizer.encode_chat(
+        _plain_messages(request.messages),
+        add_generation_prompt=request.add_generation_prompt,
+        **request.chat_template_kwargs,
+    )
+
+
+def _guarded(what: str, tokenize: Callable[[], Any]) -> Any:
     try:
-        if request.messages is not None:
-            return tokenizer.apply_chat_template(
-                _plain_messages(request.messages),
-                add_generation_prompt=request.add_generation_prompt,
-                **request.chat_template_kwargs,
-            )
-        return tokenizer.encode(request.prompt)
+        return tokenize()
     except AdmissionError:
         raise
     except Exception as error:
-        what = "chat template" if request.messages is not None else "tokenizer"
         raise AdmissionError(f"the {what} failed on this prompt: {error}; correct the prompt") from error
 
 

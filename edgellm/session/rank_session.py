@@ -82,8 +82,8 @@ class RankRuntimeSession(SessionCore):
         if resident is None or resident.ref != ref or not resident.prompt_remaining:
             return None
         sequence = self._request.sequence(resident.index)
-        block, into = divmod(resident.committed, self._geometry.page_size)
-        if sequence.lookup_policy is ContextCacheLookupPolicy.BYPASS or into or block >= sequence.chain.num_blocks:
+        block = resident.committed // self._geometry.page_size
+        if sequence.lookup_policy is ContextCacheLookupPolicy.BYPASS or block >= sequence.chain.num_blocks:
             return None
         return sequence.chain.hash_at(block)
 
@@ -101,16 +101,8 @@ class RankRuntimeSession(SessionCore):
             if not growth.may_fit(resident, self._request, self._order):
                 return Reservation(AdmissionStatus.NO_CAPACITY, reason=_PRESSURE)
             reserve = growth.pages_to_reserve(resident, self._request, self._order)
-        request = resident.request
-        admission = ContextCacheSequenceAdmission(
-            token_ids=resident.prompt,
-            resident=resident.ref,
-            key_extras=self._runtime.key_extras(request),
-            lookup_policy=request.lookup_policy,
-            commit_policy=request.commit_policy,
-        )
         result = self._coordinator.admit_sequence(
-            self._request, admission, self._geometry.headroom, reserve_pages=reserve
+            self._request, self._cache_admission(resident), self._geometry.headroom, reserve_pages=reserve
         )
         if result.status is ContextCacheCoordinatorStatus.POISONED:
             raise BrokenInvariantError("the context cache is poisoned by an earlier device failure")
@@ -119,6 +111,20 @@ class RankRuntimeSession(SessionCore):
                 return Reservation(AdmissionStatus.NO_CAPACITY, reason=_PRESSURE)
             return Reservation(AdmissionStatus.REJECTED, reason="the context cache cannot hold the prompt")
         return Reservation(AdmissionStatus.ADMITTED, prefill_start=result.prefill_start, reuse=result.reuse)
+
+    def _cache_admission(self, resident: Resident) -> ContextCacheSequenceAdmission:
+        request, prompt = resident.request, resident.tokenized
+        return ContextCacheSequenceAdmission(
+            token_ids=resident.prompt,
+            resident=resident.ref,
+            key_extras=self._runtime.key_extras(request),
+            lookup_policy=request.lookup_policy,
+            commit_policy=request.commit_policy,
+            replay_tail_length=prompt.replay_tail_length,
+            retention=request.retention,
+            checkpoint_boundaries=prompt.checkpoint_boundaries,
+            salted=request.cache_salt is not None,
+        )
 
     def _unreserve(self, resident: Resident) -> None:
         if not self._coordinator.retract_sequence_admission(self._request):
@@ -201,14 +207,17 @@ class RankRuntimeSession(SessionCore):
         """Move the cache's ledger and publish; nothing was visible before this."""
         published = self._coordinator.counters.published_blocks
         decoded: list[Resident] = []
+        complete: list[Resident] = []  # those whose prompt is: they decode, or may end on their first token
         for resident, descriptor in zip(step.rows, step.descriptors, strict=True):
             if descriptor.work is SequenceWork.DECODE:
                 decoded.append(resident)
+                complete.append(resident)
             elif resident.prompt_remaining:
                 self._commit_chunk(resident)
             elif resident.generated:
                 self._commit_prompt(resident)
-        ended = [resident.index for resident in decoded if resident.reason in _NORMAL_ENDS]
+                complete.append(resident)
+        ended = [resident.index for resident in complete if resident.reason in _NORMAL_ENDS]
         self._complete_step(decoded, ended)
         return self._coordinator.counters.published_blocks > published
 

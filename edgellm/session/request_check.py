@@ -6,9 +6,11 @@ Pure: nothing is tokenised and nothing is modified.  `UnsupportedRequestError` f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edgellm.cache.types import Retention, RetentionPriority
 from edgellm.errors import AdmissionError, UnsupportedRequestError
 from edgellm.request import LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
@@ -69,6 +71,7 @@ def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
             f"this one has {', '.join(given) if given else 'none'}"
         )
     check_cache_salt(request.cache_salt)
+    check_retention(request.retention)
     if request.prompt is not None:
         _check_text(request.prompt, "prompt", MAX_PROMPT_TEXT_BYTES)
     if request.messages is not None:
@@ -89,6 +92,23 @@ def check_cache_salt(salt: object) -> None:
     """
     if salt is not None:
         _check_text(salt, "cache_salt", MAX_CACHE_SALT_BYTES)
+
+
+def check_retention(retention: object) -> None:
+    """A `Retention` with a known priority and a time to live above 0 seconds, or none.
+
+    Raises:
+        AdmissionError: it is something else.
+    """
+    if not isinstance(retention, Retention):
+        raise AdmissionError(f"retention is a {type(retention).__name__}; pass an edgellm.Retention")
+    if not isinstance(retention.priority, RetentionPriority):
+        raise AdmissionError(f"retention priority is {retention.priority!r}; pass a RetentionPriority")
+    ttl = retention.ttl_seconds
+    if ttl is None:
+        return
+    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl < math.inf:
+        raise AdmissionError(f"retention ttl_seconds is {ttl!r}; pass a number of seconds above 0, or None")
 
 
 def _check_text(text: object, name: str, limit: int) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edgellm.sampling.logprobs import TokenLogprobs
     from edgellm.sampling.sampler import SamplingState
     from edgellm.session.finish import FinishRule
+    from edgellm.session.prompt import TokenizedPrompt
     from edgellm.session.text import TextPipeline
 
 
@@ -26,6 +27,7 @@ class Resident:
 
     Attributes:
         prompt: (prompt_length,) int32, the whole prompt; owned, not modified.
+        tokenized: the prompt with what is known about its boundaries.
         index: its place in resident order, -1 before it is seated.
         prefill_start: reused prefix in tokens.
         committed: positions with materialised state, as steps reported them.
@@ -72,6 +74,7 @@ class Resident:
         "streamed",
         "terminal",
         "text",
+        "tokenized",
         "uniform",
     )
 
@@ -80,7 +83,7 @@ class Resident:
         *,
         identity: SequenceIdentity,
         request: LLMGenerationRequest,
-        prompt: npt.NDArray[np.int32],
+        prompt: TokenizedPrompt,
         rule: FinishRule,
         cancel_token: CancelToken | None,
         text: TextPipeline | None,
@@ -91,7 +94,8 @@ class Resident:
         self.request_id: int = identity.request_id
         self.ref: ResidentRef = identity.resident
         self.request = request
-        self.prompt = prompt
+        self.tokenized = prompt
+        self.prompt: npt.NDArray[np.int32] = prompt.token_ids
         self.rule = rule
         self.text = text
         self.exclusive = exclusive

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from functools import cache
+from pathlib import Path
+
 import numpy as np
 
 from edgellm._core.page_table import KVPageTable
@@ -30,6 +35,26 @@ from edgellm.testing.toy import ToyExecutor
 OK = ContextCacheCoordinatorStatus.OK
 HEADROOM = DecodingKvHeadroom(base_extra_tokens=1)
 VOCAB = 97
+
+
+PLUGIN_MODULES = {
+    "edgellm-eagle": "edgellm_eagle.policy",
+    "edgellm-hybrid": "edgellm_hybrid.policy",
+    "edgellm-shared-kv": "edgellm_shared_kv.policy",
+}
+
+
+@cache
+def all_policies():
+    """The built-in policies and those of the plugins beside this checkout, installed or not."""
+    plugins = Path(__file__).parents[2] / "plugins"
+    extra = []
+    for distribution, module in PLUGIN_MODULES.items():
+        source = str(plugins / distribution / "src")
+        if source not in sys.path:
+            sys.path.append(source)
+        extra.append((distribution, importlib.import_module(module)))
+    return tuple(load_plugins(autoload=False, extra=extra).policies)
 
 
 class FlakySynchronizer:
@@ -61,6 +86,16 @@ class RecordingMirror:
         self.uploads.append(list(slots))
 
 
+class Clock:
+    """Nanoseconds that pass only when told to."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return round(self.seconds * 1e9)
+
+
 class Rig:
     def __init__(self, *, page_size=4, num_pages=16, batch=4, capacity=32, policies=None, profile=None, **config):
         self.page_size = page_size
@@ -75,6 +110,7 @@ class Rig:
         self.device = CpuDevice()
         self.sync = FlakySynchronizer()
         self.mirror = RecordingMirror()
+        self.clock = Clock()
         self.executor = ToyExecutor(vocab_size=VOCAB, num_pages=num_pages, page_size=page_size)
         self.coordinator = ContextCacheCoordinator(
             ContextCacheConfig(**config),
@@ -85,6 +121,7 @@ class Rig:
             self.sync,
             load_plugins(autoload=False).policies if policies is None else policies,
             mirror=self.mirror,
+            clock=self.clock,
         )
         self.executor.watch(self.coordinator.manager.pools)
         self.epoch = 0
@@ -93,7 +130,7 @@ class Rig:
     def manager(self):
         return self.coordinator.manager
 
-    def admission(self, tokens, slot, *, salt=None, lookup=None, commit=None, epoch=None):
+    def admission(self, tokens, slot, *, salt=None, lookup=None, commit=None, epoch=None, **fields):
         self.epoch += 1
         extras = BlockKeyExtras(isolation_digest=None if salt is None else Hash128(7, salt))
         return ContextCacheSequenceAdmission(
@@ -102,6 +139,8 @@ class Rig:
             key_extras=extras,
             lookup_policy=lookup,
             commit_policy=commit,
+            salted=salt is not None,
+            **fields,
         )
 
     def begin(self, *admissions, headroom=HEADROOM, **batch):

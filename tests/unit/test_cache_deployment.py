@@ -8,9 +8,24 @@ import numpy as np
 import pytest
 
 from edgellm._core.block_hash import TokenChain, append_each, encode_key_extras
-from edgellm.cache.deployment import check_geometry, check_support, resolve_spec_reuse_contract
+from edgellm._core.page_table import KVPageTable
+from edgellm.cache.deployment import (
+    check_geometry,
+    check_resources,
+    check_support,
+    pool_capacities,
+    resolve_spec_reuse_contract,
+)
 from edgellm.cache.identity import adapter_key, frame, isolation_digest, request_key_extras
-from edgellm.cache.types import AdapterKey, BaseStateKind, BlockKeyExtras, DeploymentConfig, SpecReuseContract
+from edgellm.cache.types import (
+    AdapterKey,
+    BaseStateKind,
+    BlockKeyExtras,
+    ContextCacheDeploymentProfile,
+    ContextCachePhysicalResources,
+    DeploymentConfig,
+    SpecReuseContract,
+)
 from edgellm.errors import InvalidArgumentError, UnsupportedModelError
 
 ATTENTION, RECURRENT, HYBRID = BaseStateKind.ATTENTION_ONLY, BaseStateKind.PURE_RECURRENT, BaseStateKind.HYBRID
@@ -119,6 +134,88 @@ def test_158_geometry_out_of_range_is_an_error(change):
     check_geometry(DeploymentConfig(**good))
     with pytest.raises(InvalidArgumentError, match=next(iter(change))):
         check_geometry(DeploymentConfig(**{**good, **change}))
+
+
+HYBRID_MTP = ContextCacheDeploymentProfile(HYBRID, SpecReuseContract(True, 1))
+EAGLE = ContextCacheDeploymentProfile(ATTENTION, SpecReuseContract(True, 1))
+SHARED_KV = ContextCacheDeploymentProfile(ATTENTION, SpecReuseContract(False, 0))
+GOOD = DeploymentConfig(
+    max_batch_size=2, max_input_length=8, max_kv_capacity=8, page_size=4, num_pages=6, num_draft_pages=5
+)
+
+
+class FakeCache:
+    def __init__(self, num_pages, page_size=4):
+        self.num_pages, self.page_size = num_pages, page_size
+
+    def copy_pages(self, sources, targets):
+        raise NotImplementedError
+
+
+class FakeStorage:
+    def __init__(self, recurrent=3, partial=2, page_size=4):
+        self.num_recurrent_slots, self.num_partial_slots, self.page_size = recurrent, partial, page_size
+
+
+def resources(*, draft=False, storage=None, base=True):
+    def pair(num_pages):
+        return FakeCache(num_pages), KVPageTable(2, GOOD.pages_per_slot, num_pages)
+
+    base_cache, base_table = pair(6) if base else (None, None)
+    draft_cache, draft_table = pair(5) if draft else (None, None)
+    return ContextCachePhysicalResources(base_cache, base_table, draft_cache, draft_table, storage)
+
+
+@pytest.mark.parametrize(
+    ("profile", "given", "capacities"),
+    [
+        (ContextCacheDeploymentProfile(), {}, (6, 0, 0, 0)),
+        (EAGLE, {"draft": True}, (6, 5, 0, 0)),
+        (SHARED_KV, {}, (6, 0, 0, 0)),
+        (ContextCacheDeploymentProfile(HYBRID), {"storage": FakeStorage()}, (6, 0, 3, 2)),
+        (HYBRID_MTP, {"storage": FakeStorage(), "draft": True}, (6, 5, 3, 2)),
+        (ContextCacheDeploymentProfile(RECURRENT), {"storage": FakeStorage(partial=0), "base": False}, (15, 0, 3, 0)),
+    ],
+)
+def test_157_what_each_supported_deployment_keeps(profile, given, capacities):
+    check_resources(GOOD, profile, resources(**given))
+    assert pool_capacities(GOOD, profile, resources(**given)).as_tuple() == capacities
+
+
+@pytest.mark.parametrize(
+    ("profile", "given", "words"),
+    [
+        (EAGLE, {}, "needs a draft cache and a draft page table"),
+        (SHARED_KV, {"draft": True}, "neither a draft cache"),
+        (ContextCacheDeploymentProfile(), {"storage": FakeStorage()}, "keeps no recurrent snapshots"),
+        (ContextCacheDeploymentProfile(HYBRID), {}, "needs snapshot_storage"),
+        (ContextCacheDeploymentProfile(HYBRID), {"storage": FakeStorage(partial=0)}, "the partial snapshot pool has 0"),
+        (ContextCacheDeploymentProfile(HYBRID), {"storage": FakeStorage(recurrent=0)}, "the recurrent snapshot pool"),
+        (ContextCacheDeploymentProfile(HYBRID), {"storage": FakeStorage(page_size=8)}, "page_size is 8"),
+        (ContextCacheDeploymentProfile(RECURRENT), {"base": False}, "needs snapshot_storage"),
+        (ContextCacheDeploymentProfile(), {"base": False}, "base_page_table is None"),
+    ],
+)
+def test_158_resources_that_do_not_fit_the_flavour(profile, given, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        check_resources(GOOD, profile, resources(**given))
+
+
+def test_158_a_cache_that_cannot_copy_pages_is_refused():
+    broken = resources()
+    broken.base_cache = type("Mute", (), {"num_pages": 6, "page_size": 4})()
+    with pytest.raises(InvalidArgumentError, match="cannot copy_pages"):
+        check_resources(GOOD, ContextCacheDeploymentProfile(), broken)
+
+
+def test_157_the_runtime_asks_the_support_matrix():
+    from edgellm.plugins import load_plugins
+    from edgellm.runtime.rank_runtime import LLMRankRuntime
+
+    with pytest.raises(UnsupportedModelError, match="plain MTP"):
+        LLMRankRuntime(
+            None, None, GOOD, plugins=load_plugins(autoload=False), model_fingerprint="m", decoder_kind="mtp"
+        )
 
 
 def test_append_each_equals_single_appends():

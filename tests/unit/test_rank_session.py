@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheConfig, ContextCacheLookupPolicy, ReuseStopReason
+from edgellm.cache.types import (
+    ContextCacheCommitPolicy,
+    ContextCacheConfig,
+    ContextCacheLookupPolicy,
+    Retention,
+    RetentionPriority,
+    ReuseStopReason,
+)
 from edgellm.errors import (
     INPUT_TOO_LONG_MARKER,
     AdmissionError,
@@ -120,7 +127,40 @@ def test_behaviour_9_full_hit_still_computes_a_token(bench: Bench) -> None:
         result = drive.admit(request(prompt, 4))
         drive.run()
         assert drive.finished[number].generated_ids == twin(prompt, 4)
-    assert result.prefill_start == 12
+    assert result.prefill_start == 15
+
+
+def test_an_answer_that_ends_on_its_first_token_leaves_the_whole_prompt(bench: Bench) -> None:
+    drive = bench.drive
+    prompt = prompt_of(14)
+    drive.admit(request(prompt, 1))
+    drive.run()
+    assert drive.admit(request([*prompt, 5, 6], 2)).prefill_start == 14
+    drive.run()
+    assert drive.finished[2].generated_ids == twin([*prompt, 5, 6], 2)
+
+
+def test_a_salted_request_says_that_its_salt_is_new(bench: Bench) -> None:
+    drive = bench.drive
+    for salt in (None, "tenant"):
+        asked = request(prompt_of(9), 1)
+        asked.cache_salt = salt
+        drive.admit(asked)
+        drive.run()
+    reuse = drive.response(2).reuse
+    assert reuse is not None
+    assert (reuse.reused_tokens, reuse.stop_reason) == (0, ReuseStopReason.SALT)
+
+
+def test_retention_reaches_the_cache(bench: Bench) -> None:
+    drive, coordinator = bench.drive, bench.runtime.coordinator
+    asked = request(prompt_of(9), 1)
+    asked.retention = Retention(RetentionPriority.HIGH, ttl_seconds=60)
+    drive.admit(asked)
+    lease = drive.session._request.sequence(0).lease
+    assert lease.priority is RetentionPriority.HIGH
+    assert lease.expiry > coordinator.clock()
+    drive.run()
 
 
 def test_behaviours_12_and_162_prompt_beyond_the_capacity(benches: list[Bench]) -> None:
@@ -399,7 +439,7 @@ def test_behaviours_65_and_164_published_prefix_is_exact(bench: Bench) -> None:
         result = bench.drive.step_all(chunk=3)
         before, committed = committed, committed + result.execution[0].query_length
         assert result.published_prefix is (committed // P > before // P)
-    assert bench.drive.admit(request([*tokens, 5], 1)).prefill_start == committed // P * P
+    assert bench.drive.admit(request([*tokens, 5], 1)).prefill_start == committed
 
 
 def test_identical_prompts_in_flight_share_their_producer(bench: Bench) -> None:

@@ -1,0 +1,75 @@
+"""Decode steps: growing what the next step writes, and completing a step that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from edgellm.cache import admission as admitting
+from edgellm.cache import policy_calls
+from edgellm.cache.advances import check_completed_slots, check_decode_advances
+from edgellm.cache.growth import grow_for_step
+from edgellm.cache.policy_step import PolicyStep
+from edgellm.cache.prefill import check_common
+from edgellm.cache.types import (
+    ContextCacheCoordinatorStatus,
+    ContextCacheSequenceAdvance,
+    DecodingKvHeadroom,
+)
+
+if TYPE_CHECKING:
+    from edgellm.cache.coordinator import ContextCacheCoordinator
+    from edgellm.cache.request import Impl, RequestHandle
+
+Status = ContextCacheCoordinatorStatus
+
+
+def prepare_step(
+    coordinator: ContextCacheCoordinator, impl: Impl, headroom: DecodingKvHeadroom, slots: Sequence[int] | None
+) -> Status:
+    """Lease and upload what the participants write beyond their pages; see the coordinator's docstring."""
+    admitting.check_headroom(headroom, paired=coordinator.runs_paired_draft(impl.speculative_request))
+    impl.refused_slot = grow_for_step(coordinator, impl, headroom, slots)
+    if impl.refused_slot is not None:
+        coordinator.counters.growth_refusals += 1
+        return Status.REQUEST_FAILED
+    impl.mark_device_work_enqueued()
+    coordinator.rows.upload()
+    return Status.OK
+
+
+def complete_step(
+    coordinator: ContextCacheCoordinator,
+    request: RequestHandle,
+    advances: Sequence[ContextCacheSequenceAdvance],
+    completed_slots: Sequence[int],
+    common_state_lengths: Sequence[int] | None,
+) -> Status:
+    """Apply and publish through the policy, then note what ended."""
+    impl = request.impl
+    check_decode_advances(impl, advances)
+    check_completed_slots(impl, completed_slots)
+    if common_state_lengths is not None or impl.speculative_request:
+        check_common(coordinator, impl, common_state_lengths, PolicyStep(impl, advances))
+    for slot in completed_slots:
+        impl.lengths.ended[slot] = True
+    status = policy_calls.call_decode_completed(
+        coordinator,
+        request,
+        advances,
+        lambda policy: policy.on_decode_completed(request, advances, completed_slots, common_state_lengths),
+        common_state_lengths,
+    )
+    for slot in completed_slots:
+        _note_withheld(coordinator, impl, slot)
+    return status
+
+
+def _note_withheld(coordinator: ContextCacheCoordinator, impl: Impl, slot: int) -> None:
+    """A sequence that ended with its generated blocks unpublished: the first of them is where a lookup will stop."""
+    lengths = impl.lengths
+    if not lengths.publishes[slot] or lengths.publishes_generated[slot]:
+        return
+    first = int(lengths.offered_blocks[slot])
+    if first < int(lengths.committed[slot]) // coordinator.page_size:
+        coordinator._manager.note_withheld(impl.chains[slot], first)
