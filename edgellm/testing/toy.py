@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 CANARY = -0x0BADC0DE0BADC0DE
 LOGIT_MASS = 100.0
 
-_MASK = (1 << 64) - 1
-_MIX_A = 0x9E3779B97F4A7C15
+MASK64 = (1 << 64) - 1
+MIX_A = 0x9E3779B97F4A7C15
+ROOT_STATE = 0x243F6A8885A308D3  # what the first token is mixed with
 _MIX_B = 0xBF58476D1CE4E5B9
 _MIX_C = 0x94D049BB133111EB
-_ROOT = 0x243F6A8885A308D3
 
 
 class PoisonReadError(BrokenInvariantError):
@@ -42,24 +42,32 @@ class PoisonReadError(BrokenInvariantError):
 
 def mix_token(token_id: int, position: int, parent: int) -> int:
     """State value of one token: 64 bits, never the canary."""
-    value = (parent ^ (token_id * _MIX_A) ^ ((position + 1) * _MIX_B)) & _MASK
-    value = ((value ^ (value >> 30)) * _MIX_B) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_C) & _MASK
+    value = (parent ^ (token_id * MIX_A) ^ ((position + 1) * _MIX_B)) & MASK64
+    value = ((value ^ (value >> 30)) * _MIX_B) & MASK64
+    value = ((value ^ (value >> 27)) * _MIX_C) & MASK64
     value ^= value >> 31
-    return value if _signed(value) != CANARY else value ^ 1
+    return value if to_signed(value) != CANARY else value ^ 1
 
 
 def next_token(state: UInt64Array, vocab_size: int) -> int:
     """The token after `state`, (n,) uint64 in position order: depends on every value and its place."""
+    return next_token_of_fold(fold_state(state), vocab_size)
+
+
+def fold_state(state: UInt64Array) -> int:
+    """One 64-bit value that depends on every value of `state` and its place."""
     with np.errstate(over="ignore"):
-        places = (np.arange(len(state), dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * np.uint64(_MIX_A)
-        folded = np.bitwise_xor.reduce((state ^ (state >> np.uint64(29))) * places)
-    return ((int(folded) * _MIX_C & _MASK) >> 33) % vocab_size
+        places = (np.arange(len(state), dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * np.uint64(MIX_A)
+        return int(np.bitwise_xor.reduce((state ^ (state >> np.uint64(29))) * places))
+
+
+def next_token_of_fold(folded: int, vocab_size: int) -> int:
+    return ((folded * _MIX_C & MASK64) >> 33) % vocab_size
 
 
 def toy_states(token_ids: Iterable[int]) -> UInt64Array:
     """(n,) uint64, the state of a sequence computed without pages."""
-    values, parent = [], _ROOT
+    values, parent = [], ROOT_STATE
     for position, token_id in enumerate(token_ids):
         parent = mix_token(int(token_id), position, parent)
         values.append(parent)
@@ -74,7 +82,8 @@ def toy_generate(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> lis
     return tokens[len(prompt) :]
 
 
-def _signed(value: int) -> int:
+def to_signed(value: int) -> int:
+    """The int64 with the same bits."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -93,6 +102,59 @@ class ToyKVCache:
     def poison(self, page_ids: Iterable[int]) -> None:
         """Fill whole pages with the canary."""
         self.pages[list(page_ids)] = CANARY
+
+    def copy_pages(self, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]) -> None:
+        """Copy whole pages, canaries included; all sources are read before any target is written.
+
+        Raises:
+            InvalidArgumentError: an id is out of range, or the lengths differ.
+        """
+        sources, targets = np.asarray(source_pages, np.int64), np.asarray(target_pages, np.int64)
+        for ids in (sources, targets):
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_pages):
+                raise InvalidArgumentError(f"pages {ids.tolist()} are not all in [0, {self.num_pages})")
+        if len(sources) != len(targets):
+            raise InvalidArgumentError(f"{len(sources)} source pages for {len(targets)} target pages; pass as many")
+        self.pages[targets] = self.pages[sources]
+
+    def read(self, page_row: Sequence[int], length: int) -> UInt64Array:
+        """(length,) uint64, a sequence's state read through its pages.
+
+        Raises:
+            PoisonReadError: a place holds the canary, or has no page.
+        """
+        num_pages = -(-length // self.page_size)
+        pages = np.asarray(page_row[:num_pages], dtype=np.int64)
+        if len(pages) < num_pages or (pages < 0).any():
+            raise PoisonReadError(f"{length} tokens need {num_pages} pages, the row has {pages.tolist()}")
+        values = self.pages[pages].reshape(-1)[:length]
+        poisoned = np.flatnonzero(values == CANARY)
+        if len(poisoned):
+            position = int(poisoned[0])
+            raise PoisonReadError(
+                f"position {position} of {length} lies in page {int(pages[position // self.page_size])}, "
+                f"place {position % self.page_size}, which holds no valid state"
+            )
+        return values.view(np.uint64)
+
+    def write(self, page_row: Sequence[int], position: int, value: int) -> None:
+        """Store one value.
+
+        Raises:
+            InvalidArgumentError: the row has no page for the position.
+        """
+        block = position // self.page_size
+        if block >= len(page_row) or page_row[block] < 0:
+            raise InvalidArgumentError(f"position {position} has no page; grow it first")
+        self.pages[page_row[block], position % self.page_size] = to_signed(value)
+
+    def poison_from(self, page_row: Sequence[int], length: int) -> None:
+        """Poison every place of a row at or behind `length`: they must be the sequence's own."""
+        block, place = divmod(length, self.page_size)
+        for page in page_row[block:]:
+            if page >= 0:
+                self.pages[page, place:] = CANARY
+            place = 0
 
 
 class ToyExecutor:
@@ -177,7 +239,7 @@ class ToyExecutor:
 
     def copy_pages(self, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]) -> None:
         """Copy whole pages."""
-        self.cache.pages[target_pages] = self.cache.pages[source_pages]
+        self.cache.copy_pages(source_pages, target_pages)
 
     def state_of(self, page_row: Sequence[int], length: int) -> UInt64Array:
         """(length,) uint64, a sequence's state read through its pages.
@@ -185,20 +247,7 @@ class ToyExecutor:
         Raises:
             PoisonReadError: a place holds the canary, or has no page.
         """
-        page_size = self.cache.page_size
-        num_pages = -(-length // page_size)
-        pages = np.asarray(page_row[:num_pages], dtype=np.int64)
-        if len(pages) < num_pages or (pages < 0).any():
-            raise PoisonReadError(f"{length} tokens need {num_pages} pages, the row has {pages.tolist()}")
-        values = self.cache.pages[pages].reshape(-1)[:length]
-        poisoned = np.flatnonzero(values == CANARY)
-        if len(poisoned):
-            position = int(poisoned[0])
-            raise PoisonReadError(
-                f"position {position} of {length} lies in page {int(pages[position // page_size])}, "
-                f"place {position % page_size}, which holds no valid state"
-            )
-        return values.view(np.uint64)
+        return self.cache.read(page_row, length)
 
     def _check_tokens(self, batch: RaggedBatch) -> None:
         tokens = batch.token_ids
@@ -214,27 +263,18 @@ class ToyExecutor:
 
     def _poison_tail(self, batch: RaggedBatch, sequence: int) -> None:
         """Places at or behind the past are unwritten; whatever lies there is stale."""
-        page_size, past = self.cache.page_size, int(batch.past_len[sequence])
-        row = self._row(batch, sequence)
-        if past % page_size and row[past // page_size] >= 0:
-            self.cache.pages[row[past // page_size], past % page_size :] = CANARY
-        tail = row[-(-past // page_size) :]
-        self.cache.pages[tail[tail >= 0]] = CANARY
+        self.cache.poison_from(self._row(batch, sequence).tolist(), int(batch.past_len[sequence]))
 
     def _write(self, batch: RaggedBatch, sequence: int) -> None:
-        page_size, past = self.cache.page_size, int(batch.past_len[sequence])
+        past, row = int(batch.past_len[sequence]), self._row(batch, sequence).tolist()
         start, count = int(batch.query_start[sequence]), int(batch.query_len[sequence])
-        row = self._row(batch, sequence)
-        parent = int(self._read(batch, sequence, past)[-1]) if past else _ROOT
+        parent = int(self._read(batch, sequence, past)[-1]) if past else ROOT_STATE
         for offset in range(count):
             position = int(batch.positions[start + offset])
             if position != past + offset:
                 raise InvalidArgumentError(f"sequence {sequence}: position {position} at place {past + offset}")
-            block = position // page_size
-            if block >= len(row) or row[block] < 0:
-                raise InvalidArgumentError(f"sequence {sequence}: position {position} has no page; grow it first")
             parent = mix_token(int(batch.token_ids[start + offset]), position, parent)
-            self.cache.pages[row[block], position % page_size] = _signed(parent)
+            self.cache.write(row, position, parent)
 
     def _read(self, batch: RaggedBatch, sequence: int, length: int) -> UInt64Array:
         return self.state_of(self._row(batch, sequence).tolist(), length)

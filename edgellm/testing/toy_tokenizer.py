@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from edgellm.tokenization.chat_boundaries import ChatPrompt, build_chat_prompt
+
 PAD_ID = 0
 EOS_ID = 1
 _FIRST_BYTE_ID = 2
@@ -53,5 +55,19 @@ class ToyTokenizer:
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
         """`[role]content\\n` per message, then `[assistant]` when an answer is wanted."""
+        return self.encode(self.render_chat(messages, add_generation_prompt))
+
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> ChatPrompt:
+        """`apply_chat_template`, with the lengths at which a later prompt is likely to leave this one."""
+        return build_chat_prompt(messages, add_generation_prompt, self.render_chat, self._encode_with_ends)
+
+    def render_chat(self, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
+        """The text that `apply_chat_template` tokenises."""
         text = "".join(f"[{message['role']}]{message.get('content') or ''}\n" for message in messages)
-        return self.encode(text + ("[assistant]" if add_generation_prompt else ""))
+        return text + ("[assistant]" if add_generation_prompt else "")
+
+    def _encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        ends = [place + 1 for place, character in enumerate(text) for _ in character.encode("utf-8")]
+        return self.encode(text), ends
