@@ -4,7 +4,10 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 # -qq: errors only; a machine with several package indexes warns about each one that lacks a package.
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
-SOURCES := setup.py pyproject.toml constraints.txt $(shell find edgellm -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.c' ! -name '_ops.c')
+# Each plugin is a distribution of its own; editable here, so that `edgellm plugins` lists them.
+PLUGIN_PROJECTS := $(sort $(wildcard plugins/*/pyproject.toml))
+EDITABLE_PLUGINS := $(patsubst %/pyproject.toml,-e ./%,$(PLUGIN_PROJECTS))
+SOURCES := setup.py pyproject.toml constraints.txt $(PLUGIN_PROJECTS) $(shell find edgellm -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.c' ! -name '_ops.c')
 # Tools call each other by name (cython-lint runs pycodestyle).
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Tiny models run faster with one thread; the default model's tests and the benches set their own.
@@ -23,20 +26,20 @@ help:
 	@echo "make parity      many prompts against transformers' reference tokens"
 	@echo "make kernels     compile check of every kernel source"
 	@echo "make bench       benchmarks, each against a peer in the same run"
-	@echo "make wheelcheck  build the wheel and test it in a clean environment"
+	@echo "make wheelcheck  build the wheels, the plugins' too, and test them in a clean environment"
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 # The run-time environment: what a user gets, from this source tree.
 $(VENV)/.run: $(SOURCES) | $(PY)
-	@echo "installing edgellm into $(VENV) (pip is quiet; about two minutes the first time)"
-	$(PIP_INSTALL) -e .
+	@echo "installing edgellm and its plugins into $(VENV) (pip is quiet; about two minutes the first time)"
+	$(PIP_INSTALL) -e . $(EDITABLE_PLUGINS)
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(PY)
-	@echo "installing edgellm and its development tools into $(VENV) (pip is quiet; about three minutes the first time)"
-	$(PIP_INSTALL) -e ".[dev]"
+	@echo "installing edgellm, its plugins and the development tools into $(VENV) (pip is quiet; about three minutes the first time)"
+	$(PIP_INSTALL) -e ".[dev]" $(EDITABLE_PLUGINS)
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run
@@ -88,5 +91,5 @@ wheelcheck: $(VENV)/.dev
 	$(PY) tests/wheel/wheel_check.py
 
 clean:
-	rm -rf build dist *.egg-info .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info plugins/*/build plugins/*/src/*.egg-info .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find edgellm -name '*.so' -delete -o -name '*.cpp' -delete -o -name '_ops.c' -delete

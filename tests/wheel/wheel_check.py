@@ -1,7 +1,8 @@
-"""Build the wheel, install it into a clean environment, and use it there, away from the source tree.
+"""Build the wheels, install them into a clean environment, and use them there, away from the source tree.
 
-Run by `make wheelcheck`.  Catches what an in-place build hides: files missing from the wheel, dependencies
-missing from the metadata, extensions that only load beside their sources.
+Run by `make wheelcheck`: edgellm's own wheel and one of each plugin under `plugins/`.  Catches what an in-place
+build hides: files missing from a wheel, dependencies or entry points missing from the metadata, extensions that
+only load beside their sources.
 """
 
 from __future__ import annotations
@@ -38,6 +39,35 @@ def build_wheel() -> Path:
     return wheel
 
 
+def build_plugin_wheels() -> list[Path]:
+    """One wheel of each plugin, built from a clean copy with the setuptools of this environment."""
+    source, dist = WORK / "plugins", WORK / "plugin-dist"
+    for folder in (source, dist):
+        shutil.rmtree(folder, ignore_errors=True)
+    ignore = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*")
+    shutil.copytree(ROOT / "plugins", source, ignore=ignore)
+    folders = [str(project.parent) for project in sorted(source.glob("*/pyproject.toml"))]
+    pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--disable-pip-version-check"]
+    run([*pip, "--no-deps", "--no-build-isolation", "--wheel-dir", str(dist), *folders], WORK)
+    wheels = sorted(dist.glob("*.whl"))
+    if len(wheels) != len(folders):
+        raise SystemExit(f"wheel_check: {len(folders)} plugins made {len(wheels)} wheels in {dist}")
+    return wheels
+
+
+def check_plugin_contents(wheel: Path) -> None:
+    """One package with its sources, its type marker, its licence and its entry point; nothing else."""
+    names = zipfile.ZipFile(wheel).namelist()
+    package = wheel.name.split("-")[0]
+    info = f"{package}-{wheel.name.split('-')[1]}.dist-info"
+    required = {f"{package}/__init__.py", f"{package}/policy.py", f"{package}/py.typed", f"{info}/entry_points.txt",
+                f"{info}/licenses/LICENSE"}  # fmt: skip
+    missing = sorted(required - set(names))
+    foreign = sorted({name.split("/")[0] for name in names} - {package, info})
+    if missing or foreign:
+        raise SystemExit(f"wheel_check: {wheel.name} lacks {missing} and also installs {foreign}")
+
+
 def check_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     missing = [name for name in REQUIRED if name not in names]
@@ -51,13 +81,13 @@ def check_contents(wheel: Path) -> None:
         raise SystemExit(f"wheel_check: {wheel.name} also installs {foreign}")
 
 
-def install(wheel: Path) -> str:
-    """A clean environment with the wheel and the test tools; returns its interpreter."""
+def install(wheels: list[Path]) -> str:
+    """A clean environment with the wheels and the test tools; returns its interpreter."""
     folder = WORK / "venv"
     run([sys.executable, "-m", "venv", "--clear", str(folder)], WORK)
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
-    run([*pip, str(wheel), *TEST_TOOLS], WORK)
+    run([*pip, *map(str, wheels), *TEST_TOOLS], WORK)
     return python
 
 
@@ -65,7 +95,10 @@ def lay_out_tests() -> Path:
     """The tests without the package: only the installed one can be imported."""
     place = WORK / "tests_only"
     shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(ROOT / "tests", place / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tests", place / "tests", ignore=ignore)
+    for tests in sorted((ROOT / "plugins").glob("*/tests")):
+        shutil.copytree(tests, place / "plugins" / tests.parent.name / "tests", ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", place)
     return place
 
@@ -73,14 +106,18 @@ def lay_out_tests() -> Path:
 def main() -> None:
     started = time.monotonic()
     WORK.mkdir(parents=True, exist_ok=True)
-    wheel = build_wheel()
+    wheel, plugins = build_wheel(), build_plugin_wheels()
     check_contents(wheel)
-    python = install(wheel)
+    for plugin in plugins:
+        check_plugin_contents(plugin)
+    python = install([wheel, *plugins])
     place = lay_out_tests()
     environment = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *core_tests(place)], place, **environment)
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    run([*pytest, *core_tests(place)], place, **environment)
+    run([*pytest, "plugins", "-k", "not Conformance"], place, **environment)  # `make unit` ran the whole of it
     run([python, str(place / "tests" / "wheel" / "smoke.py"), str(ROOT)], place, **environment)
-    print(f"wheel_check: {wheel.name} passed in {time.monotonic() - started:.0f} s")
+    print(f"wheel_check: {wheel.name} and {len(plugins)} plugins passed in {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":
