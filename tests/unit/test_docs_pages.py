@@ -1,0 +1,64 @@
+"""The documentation's links lead somewhere, its pictures can be shown, and its policy passes the suite."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+SVG = "{http://www.w3.org/2000/svg}"
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "README.md").is_file(), reason="the documentation is not beside an installed package"
+)
+
+PATTERNS = ("*.md", "docs/*.md", "plugins/*/README.md", "changelog/*.md")
+PAGES = sorted(page for pattern in PATTERNS for page in ROOT.glob(pattern))
+PICTURES = sorted(ROOT.glob("docs/images/*.svg"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    targets = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_a_picture_is_self_contained_described_and_readable_on_any_ground(picture: Path) -> None:
+    root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    assert root.tag == f"{SVG}svg"
+    assert root.findtext(f"{SVG}title")
+    assert root.findtext(f"{SVG}desc")
+    tags = {element.tag.removeprefix(SVG) for element in root.iter()}
+    assert tags <= {"svg", "title", "desc", "defs", "marker", "path", "rect", "g", "text", "line"}
+    paper = root.find(f"{SVG}rect")
+    assert paper is not None
+    assert paper.get("fill") == "#ffffff"  # its own ground: dark text on light paper in either theme
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    assert (float(paper.get("width", 0)), float(paper.get("height", 0))) == (width - 1, height - 1)
+
+
+@pytest.mark.parametrize("name", ["chain", "lease", "publication", "eviction", "copied-tail", "checkpoint"])
+def test_the_page_about_the_cache_shows_every_picture(name: str) -> None:
+    page = (ROOT / "docs" / "how-the-cache-works.md").read_text(encoding="utf-8")
+    assert f"(images/{name}.svg)" in page
+
+
+def test_the_policy_on_the_page_is_complete_and_conforms() -> None:
+    from edgellm.cache import policy, types
+    from edgellm.testing.conformance import PolicyConformance
+
+    page = (ROOT / "docs" / "write-a-policy.md").read_text(encoding="utf-8")
+    source = re.search(r"```python\n(class MyPolicy.*?)```", page, re.DOTALL)
+    assert source is not None
+    names = {**vars(types), "PublicationPolicy": policy.PublicationPolicy}
+    exec(source[1], names)
+    suite = type("Suite", (PolicyConformance,), {"policy": names["MyPolicy"]})
+    tests = [name for name in dir(suite) if name.startswith("test_")]
+    assert len(tests) >= 20
+    for name in tests:
+        getattr(suite(), name)()
