@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgellm import errors
-    from edgellm.cache.types import ReuseReport, ReuseStopReason
+    from edgellm.cache.types import Retention, RetentionPriority, ReuseReport, ReuseStopReason
     from edgellm.errors import EdgeLLMError
     from edgellm.llm import LLM
     from edgellm.outputs import RequestOutput, RequestTimings, TokenStream
@@ -24,6 +24,8 @@ _HOMES = {
     "LLM": "edgellm.llm",
     "RequestOutput": "edgellm.outputs",
     "RequestTimings": "edgellm.outputs",
+    "Retention": "edgellm.cache.types",
+    "RetentionPriority": "edgellm.cache.types",
     "ReuseReport": "edgellm.cache.types",
     "ReuseStopReason": "edgellm.cache.types",
     "SamplingParams": "edgellm.sampling.params",
@@ -35,6 +37,8 @@ __all__ = [
     "EdgeLLMError",
     "RequestOutput",
     "RequestTimings",
+    "Retention",
+    "RetentionPriority",
     "ReuseReport",
     "ReuseStopReason",
     "SamplingParams",

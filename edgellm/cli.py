@@ -229,7 +229,7 @@ def plugins() -> None:
     for report in reports:
         api = "-".join(f"{major}.{minor}" for major, minor in report.api_range or ()) or "unknown"
         style = styles.get(report.status, "green")
-        hooks = "\n".join(hook.removeprefix("edgellm_register_") for hook in report.hooks) or "nothing"
+        hooks = "\n".join(hook.rsplit("_", 1)[-1] for hook in report.hooks) or "nothing"
         table.add_row(report.name, report.distribution, report.version, api, hooks, Text(report.status.value, style))
     out.print(table)
     for report in reports:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgellm.assembly import LoadOptions, Parts, assemble
-from edgellm.cache.types import ContextCacheLookupPolicy
+from edgellm.cache.types import ContextCacheLookupPolicy, Retention
 from edgellm.engine.engine import RequestEngine, ShutdownMode
 from edgellm.errors import ContractViolation, InvalidArgumentError, SubmitError
 from edgellm.fetch import DEFAULT_MODEL
@@ -31,7 +31,7 @@ from edgellm.prompts import (
     split_prompts,
 )
 from edgellm.request import LLMGenerationRequest, Message
-from edgellm.session.request_check import check_cache_salt
+from edgellm.session.request_check import check_cache_salt, check_retention
 
 if TYPE_CHECKING:
     import os
@@ -59,7 +59,7 @@ class LLM:
         dtype: "auto" (float32 on a CPU), "float32" or "bfloat16".
         kv_budget: size of the KV pool: tokens (int), bytes (text with a unit, "4GiB"), a fraction of free memory
             (float in (0, 0.95]), or None for a default that `memory_budget` shows.
-        page_size: tokens a page; reuse between prompts is in whole pages.
+        page_size: tokens a page of the KV pool.
         max_batch_size: most sequences that run at once; further requests wait.
         max_model_len: most tokens of one sequence, prompt and answer together; None is the model's context.
         tokenizer: folder or file of another tokenizer; None takes the model's own.
@@ -133,6 +133,7 @@ class LLM:
         *,
         cache_salt: str | None = None,
         use_cache: bool = True,
+        retention: Retention | None = None,
     ) -> list[RequestOutput]:
         """Continue one or several prompts; waits for all of them.
 
@@ -142,6 +143,8 @@ class LLM:
             sampling_params: one for all, or one a prompt.
             cache_salt: prompts share cached context with prompts of the same salt only; None is the common one.
             use_cache: False computes the whole prompt and keeps nothing of it for later requests.
+            retention: priority and time to live of the cached context once nobody uses it; None is normal priority,
+                kept by recency alone.
         Returns:
             One output a prompt, in their order; an empty list for an empty list.
         Raises:
@@ -151,9 +154,9 @@ class LLM:
             ContractViolation: the LLM is closed.
         """
         self._open_engine("generate")
-        _check_cache_options(cache_salt, use_cache)
+        options = CacheOptions.checked(cache_salt, use_cache, retention)
         requests, is_list = split_prompts(prompts)
-        return self._run(requests, sampling_params, "prompts" if is_list else "", cache_salt, use_cache)
+        return self._run(requests, sampling_params, "prompts" if is_list else "", options)
 
     def chat(
         self,
@@ -164,6 +167,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         cache_salt: str | None = None,
         use_cache: bool = True,
+        retention: Retention | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, written as the model's chat template says; waits for all.
 
@@ -174,7 +178,7 @@ class LLM:
         Returns, raises, other arguments: as `generate`.
         """
         self._open_engine("chat")
-        _check_cache_options(cache_salt, use_cache)
+        options = CacheOptions.checked(cache_salt, use_cache, retention)
         conversations, is_list = split_conversations(messages)
         requests = [
             LLMGenerationRequest(
@@ -184,7 +188,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(requests, sampling_params, "messages" if is_list else "", cache_salt, use_cache)
+        return self._run(requests, sampling_params, "messages" if is_list else "", options)
 
     def stream(
         self,
@@ -195,6 +199,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         cache_salt: str | None = None,
         use_cache: bool = True,
+        retention: Retention | None = None,
     ) -> TokenStream:
         """Start one prompt or conversation and return at once; iterate over the result for its text.
 
@@ -204,7 +209,7 @@ class LLM:
             ContractViolation: the LLM is closed.
         """
         engine = self._open_engine("stream")
-        _check_cache_options(cache_salt, use_cache)
+        options = CacheOptions.checked(cache_salt, use_cache, retention)
         require_one_prompt(prompt_or_messages)
         if is_conversation(prompt_or_messages):
             request = LLMGenerationRequest(
@@ -215,7 +220,7 @@ class LLM:
         else:
             request = request_of_prompt(prompt_or_messages)
         (prepared,) = self._prepare([request], sampling_params, "")
-        handle = engine.submit(self._engine_request(prepared, cache_salt, use_cache))
+        handle = engine.submit(self._engine_request(prepared, options))
         return TokenStream(handle, prepared.token_ids.tolist())
 
     # ---- looking --------------------------------------------------------------------------------------
@@ -283,17 +288,20 @@ class LLM:
             for index, request in enumerate(requests)
         ]
 
-    def _engine_request(
-        self, prepared: PreparedPrompt, cache_salt: str | None, use_cache: bool
-    ) -> LLMGenerationRequest:
+    def _engine_request(self, prepared: PreparedPrompt, options: CacheOptions) -> LLMGenerationRequest:
         params = prepared.params
         if params.seed is None and self._seed is not None:
             # A seed of its own for each request: equal prompts should not all get the same sample.
             sequence = np.random.SeedSequence([self._seed, next(self._request_numbers)])
             params = dataclasses.replace(params, seed=int(sequence.generate_state(1, np.uint64)[0]))
-        lookup = ContextCacheLookupPolicy.USE_CACHE if use_cache else ContextCacheLookupPolicy.BYPASS
         return LLMGenerationRequest(
-            prompt_token_ids=prepared.token_ids, sampling=params, cache_salt=cache_salt, lookup_policy=lookup
+            prompt_token_ids=prepared.token_ids,
+            sampling=params,
+            cache_salt=options.salt,
+            lookup_policy=options.lookup_policy,
+            retention=options.retention,
+            checkpoint_boundaries=prepared.prompt.checkpoint_boundaries,
+            replay_tail_length=prepared.prompt.replay_tail_length,
         )
 
     def _run(
@@ -301,15 +309,14 @@ class LLM:
         requests: list[LLMGenerationRequest],
         sampling_params: Any,
         name: str,
-        cache_salt: str | None,
-        use_cache: bool,
+        options: CacheOptions,
     ) -> list[RequestOutput]:
         prepared = self._prepare(requests, sampling_params, name)
         running: deque[tuple[PreparedPrompt, RequestHandle]] = deque()
         outputs: list[RequestOutput] = []
         try:
             for one in prepared:
-                request = self._engine_request(one, cache_salt, use_cache)
+                request = self._engine_request(one, options)
                 running.append((one, self._submit_patiently(request, running, outputs)))
             while running:
                 outputs.append(_take_oldest(running))
@@ -349,10 +356,29 @@ def _closed_error(method: str) -> ContractViolation:
     return ContractViolation(f"{method}: this LLM is closed; make a new one")
 
 
-def _check_cache_options(cache_salt: object, use_cache: object) -> None:
-    check_cache_salt(cache_salt)
-    if not isinstance(use_cache, bool):
-        raise InvalidArgumentError(f"use_cache is {use_cache!r}; it must be True or False")
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How the requests of one call use the context cache."""
+
+    salt: str | None
+    lookup_policy: ContextCacheLookupPolicy
+    retention: Retention
+
+    @classmethod
+    def checked(cls, cache_salt: Any, use_cache: Any, retention: Any) -> CacheOptions:
+        """The options as a caller wrote them.
+
+        Raises:
+            AdmissionError, InvalidArgumentError: one of them is malformed.
+        """
+        check_cache_salt(cache_salt)
+        if not isinstance(use_cache, bool):
+            raise InvalidArgumentError(f"use_cache is {use_cache!r}; it must be True or False")
+        if retention is None:
+            retention = Retention()
+        check_retention(retention)
+        lookup = ContextCacheLookupPolicy.USE_CACHE if use_cache else ContextCacheLookupPolicy.BYPASS
+        return cls(cache_salt, lookup, retention)
 
 
 def _check_seed(seed: int | None) -> int | None:

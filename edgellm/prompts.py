@@ -11,7 +11,7 @@ import numpy as np
 from edgellm.errors import INPUT_TOO_LONG_MARKER, CallerError, InputTooLongError, InvalidArgumentError
 from edgellm.request import LLMGenerationRequest, Message
 from edgellm.sampling.params import SamplingParams
-from edgellm.session.prompt import build_prompt
+from edgellm.session.prompt import TokenizedPrompt, build_prompt
 from edgellm.session.request_check import check_request
 
 if TYPE_CHECKING:
@@ -66,10 +66,15 @@ class PromptLimits:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """One checked prompt.  `token_ids`: (n,) int32, owned."""
+    """One checked prompt."""
 
-    token_ids: npt.NDArray[np.int32]
+    prompt: TokenizedPrompt
     params: SamplingParams
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """(n,) int32."""
+        return self.prompt.token_ids
 
 
 class PromptPreparer:
@@ -89,15 +94,15 @@ class PromptPreparer:
         """
         try:
             check_request(request, vocab_size=self._limits.vocab_size)
-            token_ids = build_prompt(request, self._tokenizer, vocab_size=self._limits.vocab_size)
-            self._limits.check_length(len(token_ids))
+            prompt = build_prompt(request, self._tokenizer, vocab_size=self._limits.vocab_size)
+            self._limits.check_length(len(prompt))
         except CallerError as error:
             if not where:
                 raise
             # The marker of a prompt that is too long stays in front; the constructor puts it there.
             text = str(error).removeprefix(f"{INPUT_TOO_LONG_MARKER}: ")
             raise type(error)(f"{where}: {text}") from error
-        return PreparedPrompt(token_ids, request.sampling)
+        return PreparedPrompt(prompt, request.sampling)
 
 
 def request_of_prompt(prompt: Any) -> LLMGenerationRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPolicy, ReuseReport
+from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPolicy, Retention, ReuseReport
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.types import FinishReason
 
@@ -49,6 +49,10 @@ class LLMGenerationRequest:
     Attributes:
         prompt_token_ids: (n,) int32, already tokenised; never templated again.
         cache_salt: separates what this request may share from everybody else's; None shares.
+        retention: how long its context is worth keeping once nobody uses it.
+        checkpoint_boundaries: prompt lengths at which a later prompt is likely to leave this one; found from the
+            template where `messages` are given.
+        replay_tail_length: tokens at the end of the prompt that a next turn is not expected to repeat; likewise.
         priority: smaller is more urgent (used by the priority policy only).
     """
 
@@ -59,6 +63,9 @@ class LLMGenerationRequest:
     lookup_policy: ContextCacheLookupPolicy = ContextCacheLookupPolicy.USE_CACHE
     commit_policy: ContextCacheCommitPolicy = ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS
     cache_salt: str | None = None
+    retention: Retention = field(default_factory=Retention)
+    checkpoint_boundaries: Sequence[int] = ()
+    replay_tail_length: int = 0
     stream_channel: StreamChannel | None = None
     priority: int = 0
     add_generation_prompt: bool = True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import InvalidArgumentError
 from edgellm.tokenization.byte_pieces import BytePieces
+from edgellm.tokenization.chat_boundaries import ChatPrompt, build_chat_prompt
 from edgellm.tokenization.chat_template import render_messages
 from edgellm.tokenization.load import read_tokenizer
 from edgellm.tokenization.token_ids import check_token_ids
@@ -150,6 +151,20 @@ class Tokenizer:
             InvalidArgumentError: a reserved template argument.
         """
         return self.encode(self.render_chat(messages, add_generation_prompt, **kwargs), add_special_tokens=False)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> ChatPrompt:
+        """`apply_chat_template`, with the lengths at which a later prompt is likely to leave this one."""
+
+        def encode(text: str) -> tuple[list[int], list[int]]:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            return encoding.ids, [end for _, end in encoding.offsets]
+
+        def render(conversation: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
+            return self.render_chat(conversation, open_turn, **kwargs)
+
+        return build_chat_prompt(messages, add_generation_prompt, render, encode)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

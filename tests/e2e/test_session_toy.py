@@ -94,15 +94,15 @@ def test_reuse_on_off_and_after_eviction_give_identical_tokens() -> None:
     require_baseline(runtime.coordinator)
 
 
-def test_turns_of_a_chat_reuse_all_of_their_history_but_the_last_page() -> None:
-    """Turn n starts where the committed state of turn n - 1 ends, rounded down to a page."""
+def test_turns_of_a_chat_reuse_all_of_their_history() -> None:
+    """Turn n starts where the committed state of turn n - 1 ends, within a page or not."""
     runtime = ToyRuntime(num_pages=64, max_kv_capacity=200)
     drive = opened(runtime)
     history = list(range(100, 130))
     committed = 0
     for turn in range(1, 6):
         result = drive.admit(request(history, 11))
-        assert result.prefill_start == committed // 4 * 4
+        assert result.prefill_start == committed
         drive.run(chunk=8)
         response = drive.response(turn)
         assert response.token_ids == twin(history, 11)

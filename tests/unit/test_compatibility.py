@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPolicy
+from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPolicy, Retention
 from edgellm.engine import compatibility as c
 from edgellm.request import LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
@@ -26,6 +26,9 @@ OTHER_REQUEST = {
     "lookup_policy": ContextCacheLookupPolicy.BYPASS,
     "commit_policy": ContextCacheCommitPolicy.PREFILL_STATE_ONLY,
     "cache_salt": "salt",
+    "retention": Retention(ttl_seconds=5.0),
+    "checkpoint_boundaries": (3,),
+    "replay_tail_length": 2,
     "stream_channel": StreamChannel.create(),
     "priority": -3,
     "add_generation_prompt": False,

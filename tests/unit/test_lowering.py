@@ -7,6 +7,7 @@ import numpy as np
 from edgellm.request import LLMGenerationRequest
 from edgellm.runtime.lowering import BatchLowering
 from edgellm.session.finish import FinishRule
+from edgellm.session.prompt import TokenizedPrompt
 from edgellm.session.resident import Resident
 from edgellm.session.types import (
     RequestId,
@@ -23,7 +24,7 @@ def resident(slot: int, *, prompt: list[int], committed: int, generated: list[in
     made = Resident(
         identity=SequenceIdentity(RequestId(slot + 1), ResidentRef(slot, 1)),
         request=LLMGenerationRequest(),
-        prompt=np.array(prompt, dtype=np.int32),
+        prompt=TokenizedPrompt(np.array(prompt, dtype=np.int32)),
         rule=FinishRule(frozenset(), 10),
         cancel_token=None,
         text=None,
