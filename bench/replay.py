@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Protocol
 
+from bench.checkpoint_rules import Prompt, Rules
 from bench.peers.ref_python import Ref
 from bench.workloads import Turn
 from edgellm._core.block_hash import TokenChain
 from edgellm._core.cache_manager import CacheRequestLease, ContextCacheManager
-from edgellm.cache.types import ResourceDemand
+from edgellm.cache.types import BaseStateKind, CheckpointKind, ResourceDemand
+
+SNAPSHOT_PAGES = 34  # a recurrent snapshot has the bytes of 544 tokens of the hybrid's KV, at 16 tokens a page
 
 
 class PageCache(Protocol):
-    def admit(self, key: int, prompt: array[int]) -> int: ...
+    def admit(self, key: int, prompt: array[int], boundaries: tuple[int, ...] = ()) -> int: ...
     def grow(self, keys: list[int], tokens: list[int]) -> None: ...
     def release(self, key: int) -> None: ...
 
@@ -28,16 +31,21 @@ class PageCache(Protocol):
 class OurCache:
     """`ContextCacheManager` as a session drives it: chain, plan, lease, publication, one batched call a step.
 
-    The floor publishes a block as soon as its last token is known, so the replay does too (`lookahead=0`).
+    The floor publishes a block as soon as its last token is known, so the replay does too (`lookahead=0`), and it
+    reuses whole pages only, while ours reuses the tokens behind them as well.
+
+    Args:
+        tails: keep the unfilled last page of what ended, as a session does.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, tails: bool = True) -> None:
+        self.tails = tails
         self.manager = ContextCacheManager(page_size, ResourceDemand(base_kv_pages=num_pages))
         self.page_size = page_size
         self.leases: dict[int, CacheRequestLease] = {}
         self.chains: dict[int, TokenChain] = {}
 
-    def admit(self, key: int, prompt: array[int]) -> int:
+    def admit(self, key: int, prompt: array[int], boundaries: tuple[int, ...] = ()) -> int:
         chain = TokenChain(self.page_size)
         chain.extend(prompt)
         result = self.manager.acquire_vanilla(chain)
@@ -45,6 +53,7 @@ class OurCache:
             return -1
         if chain.num_blocks:
             self.manager.publish(result.lease, chain, len(prompt), make_record=True)
+        self.manager.release_tail_source(result.lease)  # its copy is on the stream
         self.leases[key], self.chains[key] = result.lease, chain
         return result.plan.reuse_token_length
 
@@ -56,8 +65,106 @@ class OurCache:
             raise MemoryError(f"no page for sequence {keys[refused]}")
 
     def release(self, key: int) -> None:
-        del self.chains[key]
-        self.leases.pop(key).release()
+        lease, chain = self.leases.pop(key), self.chains.pop(key)
+        if chain.num_blocks:
+            self.manager.publish(lease, chain, chain.num_tokens, make_record=True, retain_tail=self.tails)
+        lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One budget, counted in attention pages, shared out between pages and the two kinds of snapshot slots.
+
+    A recurrent snapshot counts as `SNAPSHOT_PAGES` pages of the hybrid's KV, a partial slot as the page it holds;
+    every second snapshot can have one.
+    """
+
+    pages: int
+    snapshots: int
+    partials: int
+
+    @classmethod
+    def of(cls, budget: int, share: float) -> Split:
+        snapshots = int(budget * share / SNAPSHOT_PAGES)
+        return cls(budget - SNAPSHOT_PAGES * snapshots - snapshots // 2, snapshots, snapshots // 2)
+
+
+class Placement(Protocol):
+    """Lengths of a prompt's checkpoints: the plugin's rules, or those rules with one of them switched off."""
+
+    def __call__(self, prompt: Prompt, /) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HybridSequence:
+    lease: CacheRequestLease
+    chain: TokenChain
+    prompt: Prompt
+    places: tuple[int, ...]
+
+
+class HybridCache:
+    """`ContextCacheManager` in the hybrid flavour, as `edgellm-hybrid` drives it; snapshots have no bytes here."""
+
+    def __init__(self, split: Split, page_size: int, rules: Rules, place: Placement) -> None:
+        capacities = ResourceDemand(
+            base_kv_pages=split.pages,
+            recurrent_snapshot_slots=split.snapshots,
+            partial_kv_snapshot_slots=split.partials,
+        )
+        self.manager = ContextCacheManager(page_size, capacities, base_state_kind=BaseStateKind.HYBRID)
+        self.page_size, self.rules, self.place = page_size, rules, place
+        self.live: dict[int, HybridSequence] = {}
+        self.placed = 0
+        self.refused = 0
+
+    def admit(self, key: int, prompt: array[int], boundaries: tuple[int, ...] = ()) -> int:
+        manager, size = self.manager, self.page_size
+        chain = TokenChain(size)
+        chain.extend(prompt)
+        result = manager.acquire(manager.plan(chain))
+        lease, plan = result.lease, result.plan
+        if lease is None:
+            return -1
+        manager.release_restored_hybrid_snapshots(lease)
+        if chain.num_blocks:
+            manager.publish(lease, chain, len(prompt), make_record=False)
+        reuse = int(plan.reuse_token_length)
+        about = Prompt(len(prompt), reuse, plan.known_token_length, boundaries, size)
+        sequence = self.live[key] = HybridSequence(lease, chain, about, self.place(about))
+        for length in sequence.places:
+            if length > reuse:
+                self._checkpoint(sequence, length, self.rules.kind_of(length, about))
+        return reuse
+
+    def _checkpoint(self, sequence: HybridSequence, length: int, kind: CheckpointKind) -> None:
+        lease, chain = sequence.lease, sequence.chain
+        reservation = self.manager.reserve_hybrid_snapshots(lease, length % self.page_size != 0)
+        if reservation is None:
+            self.refused += 1
+            return
+        self.placed += 1
+        self.manager.mark_snapshots_written(lease, reservation)
+        if not self.rules.supersede:
+            kind = CheckpointKind.BRANCH  # a kind that is never superseded
+        keep = self.rules.wanted(sequence.places, sequence.prompt)
+        self.manager.publish_hybrid(lease, chain, length, reservation, kind=kind, keep_lengths=keep)
+        self.manager.retire_hybrid_snapshot_reservation(lease, reservation)
+
+    def grow(self, keys: list[int], tokens: list[int]) -> None:
+        """The appended token's state is written in the next step, so blocks are published one token late."""
+        live = [self.live[key] for key in keys]
+        leases, chains = [one.lease for one in live], [one.chain for one in live]
+        refused = self.manager.append_tokens(leases, chains, array("i", tokens), True, lookahead=1)
+        if refused >= 0:
+            raise MemoryError(f"no page for sequence {keys[refused]}")
+
+    def release(self, key: int) -> None:
+        sequence = self.live.pop(key)
+        end = sequence.chain.num_tokens - 1
+        if self.rules.wants_reply_end(end, sequence.places, sequence.prompt):
+            self._checkpoint(sequence, end, CheckpointKind.TAIL)
+        sequence.lease.release()
 
 
 class FloorCache:
@@ -66,7 +173,7 @@ class FloorCache:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.floor = Ref(num_pages, page_size, 0)
 
-    def admit(self, key: int, prompt: array[int]) -> int:
+    def admit(self, key: int, prompt: array[int], boundaries: tuple[int, ...] = ()) -> int:
         return self.floor.admit(key, prompt, 0)
 
     def grow(self, keys: list[int], tokens: list[int]) -> None:
@@ -116,7 +223,7 @@ def replay(engine: PageCache, turns: list[Turn], *, slots: int = 32) -> ReplayRe
 
 def _admit(engine: PageCache, key: int, turn: Turn, out: ReplayResult) -> bool:
     start = perf_counter_ns()
-    cached = engine.admit(key, turn.prompt)
+    cached = engine.admit(key, turn.prompt, turn.boundaries)
     out.admit_ns += perf_counter_ns() - start
     if cached < 0:
         return False

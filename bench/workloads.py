@@ -21,10 +21,11 @@ TRACE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """prompt, reply: int32 token ids."""
+    """prompt, reply: int32 token ids.  boundaries: ends of instructions and history, where the caller names them."""
 
     prompt: array[int]
     reply: array[int]
+    boundaries: tuple[int, ...] = ()
 
 
 def random_tokens(rng: Random, count: int) -> array[int]:
@@ -70,7 +71,7 @@ def chat_turns(
         prompt = array("i", past)
         reply = random_tokens(rng, rng.randint(*reply_tokens))
         past.extend(reply)
-        workload.append(Turn(prompt, reply))
+        workload.append(Turn(prompt, reply, (system_tokens, len(prompt))))
     return workload
 
 
