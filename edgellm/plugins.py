@@ -27,11 +27,9 @@ ServesPredicate = Callable[[ContextCacheDeploymentProfile, bool], bool]
 
 DISTRIBUTION_OF_DECODER = {
     "eagle": "edgellm-eagle",
-    "dflash": "edgellm-dflash",
-    "dspark": "edgellm-dspark",
     "mtp": "edgellm-hybrid",
     "shared_kv_mtp": "edgellm-shared-kv",
-    "prompt_lookup": "edgellm-prompt-lookup",
+    "prompt_lookup": "edgellm-lookup",
 }
 
 
@@ -153,10 +151,11 @@ def _by_priority(registrations: Iterable[RegistrationT]) -> list[RegistrationT]:
     return sorted(registrations, key=lambda registration: -registration.priority)  # stable: first registered wins
 
 
-def missing_policy_distribution(profile: ContextCacheDeploymentProfile, speculative_request: bool) -> str:
-    """The distribution that brings the policy such a request needs."""
+def missing_policy_distribution(profile: ContextCacheDeploymentProfile, speculative_request: bool) -> str | None:
+    """The distribution that brings the policy such a request needs; None when no distribution of ours does."""
     if profile.uses_checkpoint_reuse:
-        return "edgellm-hybrid"
+        served = not speculative_request or (profile.is_hybrid and profile.owns_paged_spec_state)
+        return "edgellm-hybrid" if served else None
     if not speculative_request:
         return "edgellm"
     return "edgellm-eagle" if profile.owns_paged_spec_state else "edgellm-shared-kv"
@@ -204,10 +203,8 @@ def choose_policy(
     flavour = f"{'speculative' if speculative_request else 'plain'} requests on {profile.base_state_kind.value} models"
     names = ", ".join(registration.name for registration in ordered) or "none"
     distribution = missing_policy_distribution(profile, speculative_request)
-    raise PluginError(
-        f"no installed publication policy serves {flavour} (installed: {names}); "
-        f"install it with: pip install {distribution}"
-    )
+    remedy = f"install it with: pip install {distribution}" if distribution else "use another decoder with this model"
+    raise PluginError(f"no installed publication policy serves {flavour} (installed: {names}); {remedy}")
 
 
 class _Found(NamedTuple):

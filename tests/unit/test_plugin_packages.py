@@ -118,6 +118,21 @@ def test_without_plugins_the_missing_distribution_is_named(kind, contract, specu
         bare.choose_policy(profile, speculative)
 
 
+@pytest.mark.parametrize(
+    ("kind", "contract"),
+    [
+        (BaseStateKind.PURE_RECURRENT, SpecReuseContract(True, 1)),
+        (BaseStateKind.PURE_RECURRENT, SpecReuseContract(False, 0)),
+        (BaseStateKind.HYBRID, SpecReuseContract(False, 0)),
+    ],
+)
+def test_what_no_distribution_serves_names_none(loaded, kind, contract):
+    profile = ContextCacheDeploymentProfile(kind, contract)
+    assert missing_policy_distribution(profile, True) is None
+    with pytest.raises(PluginError, match=r"use another decoder with this model$"):
+        loaded.choose_policy(profile, True)
+
+
 @pytest.mark.parametrize("left_out", ["eagle", "hybrid", "shared-kv"])
 def test_one_missing_plugin_is_missed_by_its_own_requests_only(own_plugins, left_out):
     rest = load_plugins(extra=[pair for pair in own_plugins if pair[0] != left_out], autoload=False, strict=True)

@@ -242,7 +242,7 @@ def test_strict_raises_with_distribution_and_reason(install, monkeypatch):
         (EAGLE, True, "edgellm-eagle"),
         (SHARED_KV, True, "edgellm-shared-kv"),
         (HYBRID, False, "edgellm-hybrid"),
-        (HYBRID, True, "edgellm-hybrid"),
+        (ContextCacheDeploymentProfile(HYBRID.base_state_kind, EAGLE.spec_reuse_contract), True, "edgellm-hybrid"),
     ],
 )
 def test_missing_policy_names_the_distribution(install, profile, speculative, distribution):
