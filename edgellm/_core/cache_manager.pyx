@@ -732,6 +732,17 @@ cdef class ContextCacheManager(CacheState):
             raise InvalidArgumentError(f"block {block_idx} is not a full block of a chain with {chain.block_count()}")
         self.index.note_withheld(chain.hashes[block_idx])
 
+    def set_expiry(self, CacheRequestLease lease not None, int64_t expiry):
+        """When what the lease leaves behind expires: nanoseconds of the clock that `set_now` is told, 0 for never.
+
+        Raises:
+            InvalidArgumentError: bad lease, or a negative time.
+        """
+        self.check_lease(lease)
+        if expiry < 0:
+            raise InvalidArgumentError(f"expiry {expiry} must be 0 (never) or a time in nanoseconds")
+        lease.expiry = expiry
+
     def set_volatile_from(self, CacheRequestLease lease not None, Py_ssize_t position):
         """What the lease publishes from `position` on is a template tail that the next prompt will not repeat.
 

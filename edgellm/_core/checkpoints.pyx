@@ -37,7 +37,7 @@ cdef int _TAIL = CheckpointKind.TAIL
 cdef int _LADDER = CheckpointKind.LADDER
 
 cdef enum:
-    # Nodes of the eviction order, leaves or not, that are looked at for a checkpoint of the wanted sort; then age decides.
+    # Nodes of the eviction order, leaves or not, that are looked at for a fitting checkpoint; then age decides.
     MAX_VICTIM_STEPS = 64
 
 

@@ -98,6 +98,7 @@ def build_sequence(
         replay_tail_length=tail,
         reuse_report=reuse_report(coordinator, admission, acquired.plan, lookup_policy),
         joined=joined,
+        retention=admission.retention,
         template_boundaries=tuple(sorted(set(admission.checkpoint_boundaries))),
     )
 
@@ -199,8 +200,16 @@ def drop_tail(coordinator: ContextCacheCoordinator, impl: Impl) -> SequenceState
     """Take the last sequence out of its request and give its lease back; its rows are the caller's."""
     sequence = impl.pop_sequence()
     coordinator._occupied.pop(sequence.resident.slot, None)
-    sequence.lease.release()
+    let_go(coordinator, sequence)
     return sequence
+
+
+def let_go(coordinator: ContextCacheCoordinator, sequence: SequenceState) -> None:
+    """Give a sequence's lease back; a time to live counts from here.  Never raises for a lease that is gone."""
+    lease = sequence.lease
+    if lease.valid and sequence.retention.ttl_seconds is not None:
+        coordinator._manager.set_expiry(lease, expiry_of(coordinator, sequence.retention))
+    lease.release()
 
 
 def acquire_batch(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgellm.cache import ending, policy_calls
+from edgellm.cache.acquire import let_go
 from edgellm.cache.policy import LedgerOnlyPolicy
 from edgellm.cache.types import ContextCacheCoordinatorStatus
 from edgellm.errors import ContractViolation, InvalidArgumentError
@@ -92,7 +93,7 @@ def compact(coordinator: ContextCacheCoordinator, request: RequestHandle) -> Sta
         return Status.POISONED
     for sequence in retired:
         coordinator._occupied.pop(sequence.resident.slot, None)
-        sequence.lease.release()
+        let_go(coordinator, sequence)
     impl.keep_sequences(survivors)
     impl.compaction.mapping, impl.compaction.batch_size = [], -1
     if not survivors:

@@ -56,6 +56,7 @@ from edgellm.plugin_guard import build_policy
 from edgellm.plugins import PolicyRegistration, choose_policy, load_plugins
 
 if TYPE_CHECKING:
+    from edgellm.cache.request import SequenceState
     from edgellm.runtime.device import Stream
 
 logger = get_logger(__name__)
@@ -572,6 +573,10 @@ class ContextCacheCoordinator:
     def _collect_dropped(self) -> None:
         if self._has_dropped:
             ending.collect_dropped(self)
+
+    def let_go(self, sequence: SequenceState) -> None:
+        """Give one sequence's lease back; see `acquire.let_go`."""
+        acquire.let_go(self, sequence)
 
     def _forget_residents(self, impl: Impl) -> None:
         for sequence in impl.sequences:

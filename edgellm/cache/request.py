@@ -17,6 +17,7 @@ from edgellm.cache.types import (
     HybridCheckpointKey,
     HybridSnapshotReservation,
     PublicationPoint,
+    Retention,
     ReuseReport,
 )
 from edgellm.errors import ContractViolation, InvariantError
@@ -83,6 +84,7 @@ class SequenceState:
         "published_exact_length",
         "replay_tail_length",
         "resident",
+        "retention",
         "reuse_report",
         "staged_hybrid_publication",
         "template_boundaries",
@@ -102,6 +104,7 @@ class SequenceState:
         replay_tail_length: int,
         reuse_report: ReuseReport,
         joined: bool,
+        retention: Retention,
         template_boundaries: tuple[int, ...] = (),
     ) -> None:
         self.lease = lease
@@ -114,6 +117,7 @@ class SequenceState:
         self.replay_tail_length = replay_tail_length
         self.reuse_report = reuse_report
         self.joined = joined
+        self.retention = retention
         self.template_boundaries = template_boundaries
         self.wanted_checkpoints: tuple[int, ...] = ()
         self.branch_point = 0
@@ -362,8 +366,8 @@ class Impl:
 
     def destroy(self) -> None:
         """Release every lease, then drop the active count: in this order, so the count outlives the pages."""
-        for lease in self.leases:
-            lease.release()
+        for sequence in self.sequences:
+            self.owner.let_go(sequence)
         self.owner._forget_residents(self)
         self.sequences, self.leases, self.chains = [], [], []
         self.lengths.size = 0

@@ -378,8 +378,9 @@ class ContextCacheSequenceAdmission:
         replay_tail_length: likewise; tokens of the volatile generation prompt at the end of the input.
         salted: the isolation digest holds a salt of the request's own (the reuse report then says so).
         retention: priority and time to live of what this sequence leaves behind.
-        checkpoint_boundaries: lengths at which the next request is likely to match (ends of system prompt, history);
-            checkpoint deployments keep a recurrent checkpoint there, others ignore them.
+        checkpoint_boundaries: lengths at which the next request is likely to match; checkpoint deployments keep a
+            recurrent checkpoint there, others ignore them.  The first of several is taken for the end of the
+            instructions that conversations share, and is kept longest.
     """
 
     token_ids: npt.NDArray[np.int32] | Sequence[int]

@@ -79,6 +79,21 @@ def test_what_has_not_expired_is_kept_by_recency():
     assert (reused(rig, prompt(9)), reused(rig, prompt(9, 2))) == (4, 8)
 
 
+def test_time_to_live_counts_from_the_end_of_the_request():
+    """An answer that takes longer than its own time to live is not expired when it ends."""
+    rig = Rig(num_pages=8, capacity=24)
+    rig.run(prompt(9), 1)
+    request = rig.begun(rig.admission(prompt(9, 2), 0, retention=Retention(ttl_seconds=10)))
+    rig.prefill(request)
+    rig.clock.seconds = 15
+    rig.coordinator.finish(request)
+    rig.run(prompt(17, 3), 1)
+    assert (reused(rig, prompt(9)), reused(rig, prompt(9, 2))) == (4, 8)
+    rig.clock.seconds = 26
+    rig.run(prompt(17, 4), 1)
+    assert reused(rig, prompt(9, 2)) == 0
+
+
 def test_growth_takes_expired_context_first_as_well():
     rig = Rig(num_pages=6, capacity=24)
     rig.run(prompt(5), 1)
