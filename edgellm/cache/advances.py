@@ -13,7 +13,7 @@ from edgellm.cache.types import (
     ContextCacheSequenceAdvance,
     DecodingTokenStateContract,
 )
-from edgellm.errors import InvalidArgumentError
+from edgellm.errors import InvalidArgumentError, InvariantError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -66,6 +66,28 @@ class OneTokenAdvances(Sequence[ContextCacheSequenceAdvance]):
 
     def __iter__(self) -> Iterator[ContextCacheSequenceAdvance]:
         return (self[index] for index in range(len(self)))
+
+
+def completed_token(slot: int, new_token_ids: Sequence[int], *, withdrawn: bool) -> int:
+    """What a row that took part in a vanilla step reports: its token, or a hold when its sequence leaves unfinished.
+
+    Args:
+        new_token_ids: what the step gave it.
+        withdrawn: the sequence was cancelled or failed, so nothing of this step counts.
+    Returns:
+        The entry of `OneTokenAdvances`.
+    Raises:
+        InvariantError: a sequence that goes on got no token; reporting an older one would move its ledger past its
+            state.
+    """
+    if withdrawn:
+        return HOLD_TOKEN
+    if not len(new_token_ids):
+        raise InvariantError(
+            f"slot {slot} took part in a step and got no token, though it was neither cancelled nor failed; "
+            "a decoder returns a token or an error for every row"
+        )
+    return int(new_token_ids[-1])
 
 
 def took_part(advances: Sequence[ContextCacheSequenceAdvance], slot: int) -> bool:

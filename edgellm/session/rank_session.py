@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
+from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances, completed_token
 from edgellm.cache.types import (
     ContextCacheBatchAdmission,
     ContextCacheCoordinatorStatus,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 _OK = ContextCacheCoordinatorStatus.OK
 _NORMAL_ENDS = frozenset({FinishReason.END_ID, FinishReason.LENGTH, FinishReason.STOP_WORDS})
+_WITHDRAWN = frozenset({FinishReason.CANCELLED, FinishReason.ERROR})
 
 
 class RankRuntimeSession(SessionCore):
@@ -217,6 +218,8 @@ class RankRuntimeSession(SessionCore):
             elif resident.generated:
                 self._commit_prompt(resident)
                 complete.append(resident)
+            else:
+                _new_token(resident)
         ended = [resident.index for resident in complete if resident.reason in _NORMAL_ENDS]
         self._complete_step(decoded, ended)
         return self._coordinator.counters.published_blocks > published
@@ -241,8 +244,7 @@ class RankRuntimeSession(SessionCore):
         self._step_prepared = False
         token_ids = np.full(len(self._order), HOLD_TOKEN, dtype=np.int32)
         for resident in decoded:
-            if resident.reason is not FinishReason.ERROR:
-                token_ids[resident.index] = resident.generated[-1]
+            token_ids[resident.index] = _new_token(resident)
         self._require_ok(
             self._coordinator.complete_decode_step(self._request, OneTokenAdvances(token_ids), ended),
             "complete_decode_step",
@@ -273,6 +275,12 @@ class RankRuntimeSession(SessionCore):
                 self._request.abandon()
         finally:
             self._runtime.session_closed(self)
+
+
+def _new_token(resident: Resident) -> int:
+    """What this step gave a resident whose prompt is complete; a hold for one that leaves unfinished."""
+    new = resident.generated[resident.reported :]  # a step's tokens are reported when it is over
+    return completed_token(resident.index, new, withdrawn=resident.reason in _WITHDRAWN)
 
 
 _PRESSURE = "not enough free KV pages now; retry when a resident has finished"

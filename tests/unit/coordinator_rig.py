@@ -130,9 +130,9 @@ class Rig:
     def manager(self):
         return self.coordinator.manager
 
-    def admission(self, tokens, slot, *, salt=None, lookup=None, commit=None, epoch=None, **fields):
+    def admission(self, tokens, slot, *, salt=None, lookup=None, commit=None, epoch=None, key_extras=None, **fields):
         self.epoch += 1
-        extras = BlockKeyExtras(isolation_digest=None if salt is None else Hash128(7, salt))
+        extras = key_extras or BlockKeyExtras(isolation_digest=None if salt is None else Hash128(7, salt))
         return ContextCacheSequenceAdmission(
             token_ids=np.asarray(tokens, np.int32),
             resident=ResidentRef(slot, self.epoch if epoch is None else epoch),

@@ -74,7 +74,7 @@ def test_hash128_refuses_a_seed_of_more_than_32_bits() -> None:
 # --- numbered behaviours of block identity
 
 
-def test_behaviour_1_equal_input_gives_equal_hash_also_in_another_process() -> None:
+def test_1_equal_input_gives_equal_hash_also_in_another_process() -> None:
     here = hash_block(CHAIN_ROOT, [1, 2, 3, 4], TENANT)
     assert here == hash_block(CHAIN_ROOT, [1, 2, 3, 4], TENANT)
     script = (
@@ -105,21 +105,21 @@ def test_the_block_hash_is_the_hash_of_the_documented_stream() -> None:
     assert hash_block(D1, [1, 9, -1], None, [None, D2, None]) == hash128(mixed)
 
 
-def test_behaviour_2_another_first_token_changes_every_block_hash() -> None:
+def test_2_another_first_token_changes_every_block_hash() -> None:
     first = hash_full_blocks([0, *range(1, 16)], P)
     second = hash_full_blocks([9, *range(1, 16)], P)
     assert len(first) == 4
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_behaviour_3_nine_tokens_give_two_hashes_and_the_ninth_has_no_influence() -> None:
+def test_3_nine_tokens_give_two_hashes_and_the_ninth_has_no_influence() -> None:
     hashes = hash_full_blocks(list(range(9)), P)
     assert len(hashes) == 2
     assert hashes == hash_full_blocks([*range(8), 99], P)
     assert hashes == [hash_block(CHAIN_ROOT, [0, 1, 2, 3]), hash_block(hashes[0], [4, 5, 6, 7])]
 
 
-def test_behaviour_4_exact_prefix_of_aligned_input_is_the_last_full_block_hash() -> None:
+def test_4_exact_prefix_of_aligned_input_is_the_last_full_block_hash() -> None:
     tokens = list(range(8))
     assert hash_exact_prefix(tokens, P) == hash_full_blocks(tokens, P)[-1]
     assert hash_exact_prefix([], P) == CHAIN_ROOT
@@ -127,7 +127,7 @@ def test_behaviour_4_exact_prefix_of_aligned_input_is_the_last_full_block_hash()
     assert len(hash_full_blocks([], P)) == 0
 
 
-def test_behaviour_5_exact_prefix_covers_the_partial_tail() -> None:
+def test_5_exact_prefix_covers_the_partial_tail() -> None:
     at_8 = hash_exact_prefix(list(range(8)), P)
     at_9 = hash_exact_prefix(list(range(9)), P)
     assert at_9 != at_8
@@ -135,7 +135,7 @@ def test_behaviour_5_exact_prefix_covers_the_partial_tail() -> None:
     assert at_9 == hash_block(at_8, [8])
 
 
-def test_behaviour_6_absent_differs_from_present_and_zero() -> None:
+def test_6_absent_differs_from_present_and_zero() -> None:
     extras = [
         BlockKeyExtras(),
         BlockKeyExtras(adapter=AdapterKey(0, 0)),
@@ -147,12 +147,12 @@ def test_behaviour_6_absent_differs_from_present_and_zero() -> None:
     assert len({encode_key_extras(e) for e in extras}) == 5
 
 
-def test_behaviour_7_another_adapter_generation_gives_another_hash() -> None:
+def test_7_another_adapter_generation_gives_another_hash() -> None:
     first = hash_block(CHAIN_ROOT, [1], BlockKeyExtras(adapter=AdapterKey(7, 1)))
     assert first != hash_block(CHAIN_ROOT, [1], BlockKeyExtras(adapter=AdapterKey(7, 2)))
 
 
-def test_behaviour_8_order_and_offset_of_media_entries_matter() -> None:
+def test_8_order_and_offset_of_media_entries_matter() -> None:
     a, b = span(0), span(0, content=D2)
     first = hash_block(CHAIN_ROOT, [1], BlockKeyExtras(media=(a, b)))
     assert first != hash_block(CHAIN_ROOT, [1], BlockKeyExtras(media=(b, a)))
@@ -161,7 +161,7 @@ def test_behaviour_8_order_and_offset_of_media_entries_matter() -> None:
     assert at_0 != hash_block(CHAIN_ROOT, [1])
 
 
-def test_behaviour_9_the_digest_counts_and_the_placeholder_id_does_not() -> None:
+def test_9_the_digest_counts_and_the_placeholder_id_does_not() -> None:
     media = [None, None, D1, None, None, None, None, None]
     tokens = list(range(8))
     hashes = hash_full_blocks(tokens, P, media=media)
@@ -173,7 +173,7 @@ def test_behaviour_9_the_digest_counts_and_the_placeholder_id_does_not() -> None
     assert other_text[0] != hashes[0]
 
 
-def test_behaviour_10_a_list_of_zeros_equals_no_list() -> None:
+def test_10_a_list_of_zeros_equals_no_list() -> None:
     tokens = list(range(9))
     for zeros in ([ZERO] * 9, [None] * 9):
         assert hash_full_blocks(tokens, P, media=zeros) == hash_full_blocks(tokens, P)
@@ -182,14 +182,14 @@ def test_behaviour_10_a_list_of_zeros_equals_no_list() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_behaviour_11_a_wrong_number_of_extras_is_refused(count: int) -> None:
+def test_11_a_wrong_number_of_extras_is_refused(count: int) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{count} extras for 2 blocks"):
         hash_full_blocks(list(range(9)), P, [TENANT] * count)
     with pytest.raises(InvalidArgumentError, match=f"{count + 1} extras for 3 blocks"):
         hash_exact_prefix(list(range(9)), P, [TENANT] * (count + 1))
 
 
-def test_behaviour_11_a_wrong_number_of_media_digests_is_refused() -> None:
+def test_11_a_wrong_number_of_media_digests_is_refused() -> None:
     for function in (hash_full_blocks, hash_exact_prefix):
         with pytest.raises(InvalidArgumentError, match="8 media digests for 9 tokens"):
             function(list(range(9)), P, media=[D1] * 8)
@@ -198,7 +198,7 @@ def test_behaviour_11_a_wrong_number_of_media_digests_is_refused() -> None:
 
 
 @pytest.mark.parametrize("page_size", [0, -4, 2.5, None, (1 << 20) + 1])
-def test_behaviour_11_an_impossible_page_size_is_refused(page_size: object) -> None:
+def test_11_an_impossible_page_size_is_refused(page_size: object) -> None:
     for call in (hash_full_blocks, hash_exact_prefix):
         with pytest.raises(InvalidArgumentError, match="page_size"):
             call([1, 2], page_size)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_behaviour_11_an_impossible_page_size_is_refused(page_size: object) -> N
         TokenChain(page_size)  # type: ignore[arg-type]
 
 
-def test_behaviour_12_opaque_identity_of_nothing_is_not_zero_and_chunking_does_not_matter() -> None:
+def test_12_opaque_identity_of_nothing_is_not_zero_and_chunking_does_not_matter() -> None:
     assert not hash_opaque_identity(b"").is_zero()
     data = np.random.default_rng(1).integers(0, 256, 5 << 20, dtype=np.uint8).tobytes()
     whole = hash_opaque_identity(data)

@@ -77,7 +77,7 @@ def test_identity_needs_model_and_dtype():
         ("prompt_lookup", SpecReuseContract(False, 0)),
     ],
 )
-def test_056_reuse_contracts_of_decoders(kind, contract):
+def test_56_reuse_contracts_of_decoders(kind, contract):
     assert resolve_spec_reuse_contract(kind, has_draft_config=True, has_spec_config=True) == contract
     if contract is not None and kind != "prompt_lookup":
         for draft, spec in ((False, True), (True, False)):
@@ -85,7 +85,7 @@ def test_056_reuse_contracts_of_decoders(kind, contract):
                 resolve_spec_reuse_contract(kind, has_draft_config=draft, has_spec_config=spec)
 
 
-def test_056_unknown_decoder_is_an_error():
+def test_56_unknown_decoder_is_an_error():
     with pytest.raises(InvalidArgumentError, match="'medusa' has no reuse contract"):
         resolve_spec_reuse_contract("medusa")
 
@@ -105,15 +105,15 @@ def test_056_unknown_decoder_is_an_error():
         (RECURRENT, "eagle", False),
         (HYBRID, "vanilla", True),
         (HYBRID, "mtp", True),
-        (HYBRID, "eagle", False),
-        (HYBRID, "dflash", False),
+        *[(RECURRENT, decoder, False) for decoder in ("mtp", "dflash", "jetspec", "dspark", "shared_kv_mtp")],
+        *[(HYBRID, decoder, False) for decoder in ("eagle", "dflash", "jetspec", "dspark", "shared_kv_mtp")],
     ],
 )
 def test_157_support_matrix(base, decoder, supported):
     if supported:
         check_support(base, decoder)
         return
-    with pytest.raises(UnsupportedModelError, match=decoder if decoder != "mtp" else "MTP"):
+    with pytest.raises(UnsupportedModelError, match=f"(?i){decoder}.*not supported"):
         check_support(base, decoder)
 
 
@@ -199,6 +199,25 @@ def test_157_what_each_supported_deployment_keeps(profile, given, capacities):
 def test_158_resources_that_do_not_fit_the_flavour(profile, given, words):
     with pytest.raises(InvalidArgumentError, match=words):
         check_resources(GOOD, profile, resources(**given))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"base_cache": FakeCache(5)}, "base cache: num_pages is 5 and the deployment says 6"),
+        ({"base_cache": FakeCache(6, 8)}, "base cache: page_size is 8 and the deployment says 4"),
+        ({"draft_cache": FakeCache(4)}, "draft cache: num_pages is 4 and the deployment says 5"),
+        ({"base_page_table": KVPageTable(3, 3, 6)}, "base page table: num_slots is 3"),
+        ({"base_page_table": KVPageTable(2, 2, 6)}, "base page table: pages_per_slot is 2"),
+        ({"draft_page_table": KVPageTable(2, 3, 6)}, "draft page table: num_pages is 6"),
+    ],
+)
+def test_158_pools_and_tables_of_another_size_are_refused(change, words):
+    given = resources(draft=True)
+    for name, value in change.items():
+        setattr(given, name, value)
+    with pytest.raises(InvalidArgumentError, match=words):
+        check_resources(GOOD, EAGLE, given)
 
 
 def test_158_a_cache_that_cannot_copy_pages_is_refused():

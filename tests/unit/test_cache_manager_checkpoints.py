@@ -166,7 +166,7 @@ def test_79_full_blocks_of_a_hybrid_sequence_are_visible_but_start_nothing() -> 
     manager.check_invariants()
 
 
-def test_85_86_mtp_checkpoint_has_one_lineage_over_canonical_pages() -> None:
+def test_85_and_86_mtp_checkpoint_has_one_lineage_over_canonical_pages() -> None:
     manager = mtp(12)
     checkpointed(manager, [*A, *B, 1])  # plain: base pages 0 1
     run = Run(manager, [*A, *B, 2], speculative=True)

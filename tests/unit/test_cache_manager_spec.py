@@ -209,7 +209,32 @@ def test_83_base_only_endpoint_gets_draft_state() -> None:
     assert Run(manager, [*A, 5], speculative=True).publish().status is PublishStatus.EXISTING_RECORD
 
 
-def test_84_85_chain_that_differs_from_the_lease_is_refused() -> None:
+def test_29_draft_state_is_attached_to_an_endpoint_and_touches_it() -> None:
+    """Changed: other draft state is no error but another lineage beside the first."""
+    manager = spec(8)
+    first, other = cached(manager, [*A, 5]), cached(manager, [*B, 5])
+    order = manager.records.lru_to_mru
+    assert (order(), manager.record(1).draft_page_path) == ([first, other], None)
+    cached(manager, [*A, 5], speculative=True)
+    assert order() == [other, first]
+    (draft,) = manager.record(1).draft_page_path or ()
+    cached(manager, [*B, 5])
+    run = Run(manager, [*A, 5], speculative=True)
+    run.chain.extend([7] * 8)
+    before = snapshot(manager)
+    with pytest.raises(InvalidArgumentError, match="holds 2 pages but 3 blocks"):
+        run.publish(12)
+    assert snapshot(manager) == before
+    assert run.publish(5).status is PublishStatus.EXISTING_RECORD
+    run.release()
+    assert (order(), manager.record(1).draft_page_path) == ([other, first], (draft,))
+    cached(manager, [*A, 6], speculative=True)
+    newest, *older = manager.drafts.drafts_of(0)
+    assert older == [draft]
+    assert manager.record(1).draft_page_path == (newest,)
+
+
+def test_84_and_85_chain_that_differs_from_the_lease_is_refused() -> None:
     """Look-ahead is a matter of tokens, so there is no replay dependency: what is checked is the chain."""
     manager = spec(12)
     cached(manager, [*A, *B, 5], speculative=True)

@@ -132,7 +132,11 @@ def test_107_a_sequence_may_override_the_batch_to_bypass_but_not_back():
     assert rig.begin(rig.admission(prompt(9), 0)).admission.prefill_starts == [8]
     gc.collect()
     forced = rig.begun(rig.admission(prompt(9), 0, lookup=USE_CACHE), lookup_policy=BYPASS)
-    assert forced.sequence(0).reuse_token_length == 0
+    assert forced.sequence(0).reuse_report == ReuseReport(9, 0, 0, ReuseStopReason.BYPASS, 0)
+    attempts = rig.coordinator.metrics().publication_attempts
+    rig.prefill(forced)
+    assert forced.sequence(0).published_full_block_count == 0
+    assert rig.coordinator.metrics().publication_attempts == attempts
     rig.coordinator.finish(forced)
 
 
@@ -420,7 +424,13 @@ def test_119_calls_out_of_order_are_errors():
         coordinator.complete_decode_step(request, OneTokenAdvances([1]))
     with pytest.raises(ContractViolation):
         coordinator.prepare_decode_step(request, HEADROOM)
-    rig.prefill(request)
+    coordinator.prepare_prefill(request)
+    before = ledger_of(coordinator, request)
+    with pytest.raises(ContractViolation):
+        coordinator.prepare_prefill(request)
+    assert ledger_of(coordinator, request) == before
+    tokens = rig.forward(request, [(0, 5)])
+    assert coordinator.finalize_prefill_publication(request, [Advance(tokens, 5)]) is OK
     with pytest.raises(ContractViolation):
         coordinator.prepare_prefill(request)
     with pytest.raises(ContractViolation, match="none is pending"):

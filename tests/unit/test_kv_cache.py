@@ -96,9 +96,13 @@ def test_poison_of_some_pages_leaves_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"num_pages": 0}, "num_pages is 0"), ({"dtype": torch.float16}, "KV dtype is torch.float16; supported")],
+    [
+        ({"num_pages": 0}, "num_pages is 0"),
+        ({"dtype": torch.float16}, "KV dtype is torch.float16; supported"),
+        ({"dtype": torch.int8}, "KV dtype is torch.int8; supported"),
+    ],
 )
-def test_bad_sizes_are_refused(changes: dict[str, object], message: str) -> None:
+def test_158_bad_sizes_and_other_types_are_refused(changes: dict[str, object], message: str) -> None:
     sizes = {"num_layers": 1, "num_pages": 1, "num_kv_heads": 1, "page_size": 1, "head_dim": 2}
     with pytest.raises(InvalidArgumentError, match=message):
         KVCache(**(sizes | changes))  # type: ignore[arg-type]

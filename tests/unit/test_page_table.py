@@ -41,7 +41,7 @@ def test_a_new_table_maps_nothing_and_is_clean() -> None:
         ((2, [1.5]), "page ids"),
     ],
 )
-def test_behaviour_97_one_bad_update_among_three_changes_no_row(bad: tuple[int, list[int]], message: str) -> None:
+def test_97_one_bad_update_among_three_changes_no_row(bad: tuple[int, list[int]], message: str) -> None:
     table = table_of()
     table.set_rows([(0, [3, 4]), (1, [5])])
     table.take_dirty()
@@ -53,7 +53,7 @@ def test_behaviour_97_one_bad_update_among_three_changes_no_row(bad: tuple[int, 
     table.check_invariants()
 
 
-def test_behaviour_98_a_shorter_row_has_an_unused_tail_and_entries_are_plain_page_ids() -> None:
+def test_98_a_shorter_row_has_an_unused_tail_and_entries_are_plain_page_ids() -> None:
     table = table_of()
     table.set_rows([(1, [4, 5, 6])])
     assert table.row(1).tolist() == [4, 5, 6, -1]
@@ -64,7 +64,7 @@ def test_behaviour_98_a_shorter_row_has_an_unused_tail_and_entries_are_plain_pag
     table.check_invariants()
 
 
-def test_behaviour_99_a_dense_row_refuses_a_live_id_after_an_unused_entry() -> None:
+def test_99_a_dense_row_refuses_a_live_id_after_an_unused_entry() -> None:
     table = table_of()
     for row in ([-1, 2], [1, -1, 2]):
         with pytest.raises(InvalidArgumentError, match="unused entry"):
@@ -73,7 +73,7 @@ def test_behaviour_99_a_dense_row_refuses_a_live_id_after_an_unused_entry() -> N
     assert table.row_length(0) == 1
 
 
-def test_behaviour_99_a_sparse_window_row_may_begin_with_unused_entries() -> None:
+def test_99_a_sparse_window_row_may_begin_with_unused_entries() -> None:
     table = table_of(sparse_window=True)
     table.set_rows([(0, [-1, -1, 3, 4])])
     assert table.row(0).tolist() == [-1, -1, 3, 4]
@@ -87,7 +87,7 @@ def test_behaviour_99_a_sparse_window_row_may_begin_with_unused_entries() -> Non
     table.check_invariants()
 
 
-def test_behaviour_100_only_the_changed_row_is_handed_to_the_upload_and_only_once() -> None:
+def test_100_only_the_changed_row_is_handed_to_the_upload_and_only_once() -> None:
     table = table_of()
     table.set_rows([(0, [1]), (1, [2]), (2, [3])])
     assert table.take_dirty() == [0, 1, 2]

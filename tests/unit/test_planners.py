@@ -176,7 +176,7 @@ def test_38_negative_demand_is_refused() -> None:
         pytest.param(2, 1, "FULL_INPUT_REWIND", 1, 0, 1, "full", 1, id="45-one-token"),
     ],
 )
-def test_39_to_45_vanilla_plan(
+def test_39_and_40_and_41_and_42_and_44_and_45_vanilla_plan(
     cached_blocks: int, num_tokens: int, kind: str, matched: int, reuse: int, need: int, reason: str, position: int
 ) -> None:
     index = index_with(cached_blocks)

@@ -6,6 +6,7 @@ Every text is compared with the toy's plain-Python twin, free pages are poisoned
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,15 @@ from edgellm.errors import (
 )
 from edgellm.request import CancelToken, LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
-from edgellm.session.types import AdmissionStatus, FinishReason, RequestId, SequenceWork, SessionOptions
+from edgellm.session.types import (
+    AdmissionStatus,
+    FinishReason,
+    RequestId,
+    ResidentRef,
+    SequenceIdentity,
+    SequenceWork,
+    SessionOptions,
+)
 from edgellm.streaming import StreamChannel
 from edgellm.testing.recount import recount, require_baseline
 from edgellm.testing.session_driver import SessionDriver
@@ -102,7 +111,7 @@ def test_behaviour_7_valid_text_request_in_an_empty_session(bench: Bench) -> Non
     assert not bench.drive.session.idle()
 
 
-def test_behaviours_8_and_164_shared_prefix_starts_at_a_page_multiple(bench: Bench) -> None:
+def test_164_behaviour_8_shared_prefix_starts_at_a_page_multiple(bench: Bench) -> None:
     drive = bench.drive
     first, second = [*prompt_of(16), 7], [*prompt_of(16), 9, 9]
     drive.admit(request(first, 4))
@@ -163,7 +172,7 @@ def test_retention_reaches_the_cache(bench: Bench) -> None:
     drive.run()
 
 
-def test_behaviours_12_and_162_prompt_beyond_the_capacity(benches: list[Bench]) -> None:
+def test_162_behaviour_12_prompt_beyond_the_capacity(benches: list[Bench]) -> None:
     bench = Bench(max_kv_capacity=32)
     benches.append(bench)
     with pytest.raises(InputTooLongError, match="has 33 tokens") as caught:
@@ -224,9 +233,7 @@ def test_behaviour_15_no_slot_then_admitted_after_a_finish(benches: list[Bench])
 
 
 @pytest.mark.parametrize("reserve", [True, False])
-def test_behaviours_16_and_165_page_pressure_is_no_capacity_and_leaks_nothing(
-    benches: list[Bench], reserve: bool
-) -> None:
+def test_165_behaviour_16_page_pressure_is_no_capacity_and_leaks_nothing(benches: list[Bench], reserve: bool) -> None:
     bench = Bench(num_pages=10, reserve_growth=reserve)
     benches.append(bench)
     bench.drive.admit(request(prompt_of(24), 4))
@@ -271,7 +278,7 @@ def test_without_the_reserve_a_row_that_finds_no_page_fails_alone(benches: list[
             assert "raise kv_budget" in snapshot.error_message
 
 
-def test_behaviours_19_and_165_failed_lease_loses_the_session(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_165_behaviour_19_failed_lease_loses_the_session(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise StepDeviceError("copy engine hung")
 
@@ -429,7 +436,7 @@ def test_behaviours_61_and_63_random_finish_order_in_one_container(bench: Bench)
         assert bench.drive.finished[number].generated_ids == twin(prompt_of(3 + number, 100 * number), length)
 
 
-def test_behaviours_65_and_164_published_prefix_is_exact(bench: Bench) -> None:
+def test_164_behaviour_65_published_prefix_is_exact(bench: Bench) -> None:
     """True exactly on steps after which one more block of the same tokens can be found."""
     prompt = prompt_of(10)
     bench.drive.admit(request(prompt, 9))
@@ -529,7 +536,7 @@ def test_everybody_cancelled_runs_nothing(bench: Bench) -> None:
 # ---- failures -------------------------------------------------------------------------------------------
 
 
-def test_behaviours_73_to_77_and_167_compact_refusal_and_readmission(bench: Bench) -> None:
+def test_167_behaviours_73_to_77_compact_refusal_and_readmission(bench: Bench) -> None:
     channels = [StreamChannel.create() for _ in range(2)]
     prompts = [prompt_of(9), prompt_of(13, 300)]
     for prompt, channel in zip(prompts, channels, strict=True):
@@ -663,16 +670,90 @@ def test_single_cohort_session_runs_context_alone_and_decodes_together(benches: 
         assert bench.drive.finished[number].generated_ids == twin(prompt_of(5 + number, 100 * number), 6)
 
 
-def test_behaviour_166_slot_is_reused_under_a_new_epoch(benches: list[Bench]) -> None:
+def test_166_finished_refs_are_over_and_no_token_is_reported_twice(benches: list[Bench]) -> None:
     bench = Bench(max_batch_size=1)
     benches.append(bench)
-    refs = []
+    drive, refs = bench.drive, []
     for number in (1, 2):
-        refs.append(bench.drive.admit(request(prompt_of(4, 100 * number), 2)).ref)
-        bench.drive.run()
+        prompt = prompt_of(4, 100 * number)
+        refs.append(drive.admit(request(prompt, 3)).ref)
+        last = drive.decode(number)
+        drive.run()
+        text = twin(prompt, 3)
+        assert drive.finished[number].generated_ids == text
+        assert drive.deltas[number] == text[:2]  # the last token comes with the snapshot
+        with pytest.raises(ContractViolation, match="slot 0 has no resident; its ref is stale"):
+            drive.session.execute([last])
     assert [(ref.slot, ref.epoch) for ref in refs] == [(0, 1), (0, 2)]
-    with pytest.raises(ContractViolation, match="request id is 0"):
-        bench.drive.session.admit(request(prompt_of(4)), RequestId(0))
+    drive.admit(request(prompt_of(4), 2))
+    drive.step(drive.context(3))
+    stale = replace(drive.decode(3), identity=SequenceIdentity(RequestId(3), refs[0]))
+    with pytest.raises(ContractViolation, match="the slot is in epoch 3, the plan says 1"):
+        drive.session.execute([stale])
+    drive.run()
+
+
+@pytest.mark.parametrize("wrong", ["past_length", "epoch", "request_id", "duplicate", "partial_set"])
+def test_163_a_plan_that_does_not_fit_is_refused_and_the_session_goes_on(benches: list[Bench], wrong: str) -> None:
+    bench = Bench(compact=False)
+    benches.append(bench)
+    drive = bench.drive
+    for number in (1, 2):
+        drive.admit(request(prompt_of(5, 100 * number), 4))
+        drive.step(drive.context(number))
+    first, second = drive.decode(1), drive.decode(2)
+    identity = first.identity
+    plan, match = {
+        "past_length": ([replace(first, past_length=6), second], "past_length is 6, the committed length is 5"),
+        "epoch": (
+            [replace(first, identity=replace(identity, resident=ResidentRef(0, 9))), second],
+            "the slot is in epoch 1, the plan says 9",
+        ),
+        "request_id": (
+            [replace(first, identity=replace(identity, request_id=RequestId(2))), second],
+            "the slot belongs to request 1, the plan says 2",
+        ),
+        "duplicate": ([first, first], "named twice"),
+        "partial_set": ([first], "names every resident in resident order"),
+    }[wrong]
+    pages = bench.runtime.page_table.rows.copy()
+    computed = bench.runtime.executor.tokens_computed
+    with pytest.raises(ContractViolation, match=match):
+        drive.session.execute(plan)
+    assert (bench.runtime.page_table.rows == pages).all()
+    assert bench.runtime.executor.tokens_computed == computed
+    drive.run()
+    for number in (1, 2):
+        assert drive.finished[number].generated_ids == twin(prompt_of(5, 100 * number), 4)
+
+
+@pytest.mark.parametrize("work", [SequenceWork.CONTEXT, SequenceWork.DECODE])
+def test_161_a_row_without_token_ends_the_step_unless_it_failed(
+    benches: list[Bench], monkeypatch: pytest.MonkeyPatch, work: SequenceWork
+) -> None:
+    """A decoder that forgets a row would otherwise have its last token counted twice."""
+    bench = Bench()
+    benches.append(bench)
+    drive, decoder = bench.drive, bench.runtime.decoder
+    run_step = decoder.run_step
+
+    def forgetful(*args: Any) -> Any:
+        tokens = run_step(*args)
+        tokens.token_ids[0] = []
+        return tokens
+
+    drive.admit(request(prompt_of(5), 4))
+    if work is SequenceWork.DECODE:
+        drive.step(drive.context(1))
+    monkeypatch.setattr(decoder, "run_step", forgetful)
+    result = drive.step(drive.work(1))
+    assert (result.ok, result.deltas) == (False, [])
+    assert "slot 0 took part in a step and got no token" in result.failure
+    monkeypatch.undo()
+    drive.session.close()
+    assert bench.open().admit(request(prompt_of(5), 4)).status is AdmissionStatus.ADMITTED
+    bench.drive.run()
+    assert bench.drive.finished[1].generated_ids == twin(prompt_of(5), 4)
 
 
 def test_behaviour_90_soak_of_random_admit_execute_cancel() -> None:

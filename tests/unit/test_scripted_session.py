@@ -105,7 +105,7 @@ def test_behaviour_6_a_resident_id_cannot_be_admitted_again() -> None:
     ],
     ids=["behaviour_10_adapter", "11_speech", "11_capture", "11_trajectory", "11_two_sequences"],
 )
-def test_behaviours_10_and_11_kinds_that_are_never_served(fields: dict[str, Any], match: str) -> None:
+def test_162_behaviours_10_and_11_kinds_that_are_never_served(fields: dict[str, Any], match: str) -> None:
     _, drive = make()
     drive.admit(request())
     before = fingerprint(drive)
@@ -364,15 +364,18 @@ def test_behaviours_27_to_29_exclusive_residents_refuse_company() -> None:
     assert [token for call in seen for token in call] == drive.finished[2].generated_ids
 
 
-def test_behaviour_168_plan_with_an_exclusive_resident_and_others_is_a_violation() -> None:
+def test_168_plan_with_an_exclusive_resident_and_others_is_a_violation() -> None:
+    """Admission never lets both in; should it ever, no step runs them together."""
     _, drive = make()
-    drive.admit(request(max_tokens=1))
-    other = drive.context(1)
-    drive.run()
-    drive.admit(request(token_callback=lambda token_ids: None))
-    with pytest.raises(ContractViolation):
-        drive.session.execute([drive.context(2), other])
-    assert drive.step(drive.context(2)).ok
+    for _ in range(2):
+        drive.admit(request())
+    core(drive)._order[0].exclusive = True
+    before = fingerprint(drive)
+    with pytest.raises(ContractViolation, match="V14 exclusive resident"):
+        drive.session.execute([drive.context(1), drive.context(2)])
+    assert fingerprint(drive) == before
+    core(drive)._order[0].exclusive = False
+    assert drive.step(drive.context(1), drive.context(2)).ok
 
 
 def test_a_token_callback_that_raises_ends_its_own_request() -> None:

@@ -1,4 +1,4 @@
-"""The slot pool: behaviours 1 to 4 of the session specification."""
+"""The slot pool: behaviours 1 to 4 of the session specification, and 103 of the context cache's."""
 
 from __future__ import annotations
 
@@ -36,6 +36,20 @@ def test_behaviour_3_stale_release_is_refused_and_owner_unaffected() -> None:
     assert not pool.release(stale)
     assert pool.contains(owner)
     assert pool.available() == 0
+
+
+def test_103_a_released_ref_is_refused_when_its_slot_lives_again() -> None:
+    pool = ResidentSlotPool(1)
+    old = pool.acquire()
+    assert old == ResidentRef(0, 1)
+    assert pool.release(old)
+    new = pool.acquire()
+    assert new == ResidentRef(0, 2)
+    assert (pool.contains(old), pool.contains(new)) == (False, True)
+    assert not pool.release(old)
+    assert pool.contains(new)
+    assert pool.release(new)
+    pool.check_invariants()
 
 
 @pytest.mark.parametrize("ref", [ResidentRef(), ResidentRef(0, 0), ResidentRef(7, 1), ResidentRef(-1, 1)])

@@ -15,7 +15,6 @@ from edgellm.testing.recount import count_all, count_pages, recount, require_bas
 from edgellm.testing.toy import PoisonReadError
 from edgellm.testing.toy_batch_driver import ToyBatchDriver
 from edgellm.testing.toy_driver import DECODE, FLAVOURS, ToyDriver
-from edgellm.testing.toy_model import solo_run
 
 BYPASS = ContextCacheLookupPolicy.BYPASS
 ALL = list(FLAVOURS)
@@ -109,29 +108,6 @@ def test_other_page_sizes(open_driver, flavour, page_size):
     pages = 5 * (64 // page_size + 1) // 3
     driver = open_driver(flavour, page_size=page_size, **{**SMALL, "num_pages": pages})
     wander(driver, random.Random(4), tokens(4, 30), 120)
-
-
-@pytest.mark.parametrize("warm", ["hit", "rewind", "evicted"])
-@pytest.mark.parametrize("flavour", ALL)
-def test_warm_and_cold_give_the_same_text(open_driver, flavour, warm):
-    """Behaviour 169 on the toy."""
-    driver = open_driver(flavour, num_pages=40)
-    prompt = tokens(5, 21)
-    wanted = prompt if warm == "rewind" else [*prompt, 5, 6]
-    first = driver.admit(prompt, checkpoint_boundaries=[18])
-    driver.prefill(first, 8)
-    for _ in range(4):
-        driver.step()
-    driver.finish(first)
-    if warm == "evicted":
-        driver.coordinator._manager.evict_all()
-    second = driver.admit(wanted)
-    assert (second.reuse.reused_tokens > 0) == (warm != "evicted")
-    driver.prefill(second, 8)
-    for _ in range(6):
-        driver.step()
-    assert driver.text(second) == solo_run(wanted, len(second.generated), driver.model)
-    driver.finish(second)
 
 
 @pytest.mark.parametrize("flavour", ALL)
