@@ -23,18 +23,20 @@ WORK = ROOT / "build" / "core"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 REQUIREMENTS = ("numpy", "cython", "setuptools", "pluggy", "pytest", "pytest-timeout", "hypothesis")
 CORE_IMPORT = re.compile(r"^\s*(?:from|import)\s+edgellm\b([\w.]*)", re.MULTILINE)
-CORE_MODULES = ("._core", ".errors", ".cache.types")
+# Test helpers that need the core alone count as core.
+CORE_HELPERS = (".testing.cache_workout", ".testing.random_operations")
+CORE_MODULES = ("._core", ".errors", ".cache.types", *CORE_HELPERS)
 NEEDS_TORCH = re.compile(r"^\s*(?:from|import)\s+(?:torch|transformers)\b", re.MULTILINE)
 
 
 def core_tests(root: Path) -> list[str]:
     """Test files that touch the core and nothing above it: these must pass without torch."""
     found = []
-    for folder in ("unit", "property", "cython"):
+    for folder in ("unit", "property", "fuzz", "cython"):
         for path in sorted((root / "tests" / folder).glob("test_*.py")):
             text = path.read_text(encoding="utf-8")
             imports = CORE_IMPORT.findall(text)
-            is_core = any(name.startswith("._core") for name in imports)
+            is_core = any(name.startswith(("._core", *CORE_HELPERS)) for name in imports)
             if is_core and all(name.startswith(CORE_MODULES) for name in imports) and not NEEDS_TORCH.search(text):
                 found.append(str(path.relative_to(root)))
     return found
@@ -78,7 +80,9 @@ def check(python: str, name: str, *, debug: bool) -> None:
     copy_tree(tree)
     tests = core_tests(tree)
     if not tests:
-        raise SystemExit("core_check: no core test was found below tests/unit, tests/property and tests/cython")
+        raise SystemExit(
+            "core_check: no core test was found below tests/unit, tests/property, tests/fuzz and tests/cython"
+        )
     flag = "1" if debug else "0"
     run([python, "setup.py", "--quiet", "build_ext", "--inplace", "-j2"], tree, EDGELLM_DEBUG=flag)
     output = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], tree, EDGELLM_DEBUG=flag)

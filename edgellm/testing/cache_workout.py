@@ -725,7 +725,9 @@ class CacheWorkout:
             pages = sequence.lease.draft_pages.tolist()
             for block in range(-(-sequence.common // self.page_size)):
                 content = self.draft_content(sequence, block, sequence.common)
-                self.draft.require(pages[block], content, "draft state is lost, or was made with other tokens behind it")
+                self.draft.require(
+                    pages[block], content, "draft state is lost, or was made with other tokens behind it"
+                )
 
     def check_exclusive_pages(self) -> None:
         """No page is in two leases unless it is shared or published; no leased page is on a free list."""

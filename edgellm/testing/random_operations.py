@@ -115,7 +115,9 @@ def append(rng: random.Random, shape: Shape, workout: CacheWorkout) -> None:
         rng.randrange(shape.vocabulary),
         publish=rng.random() < 0.7,
         lookahead=rng.randint(0, 1),
-        fail_after=rng.choice((0, 0, rng.randint(1, 8))) if workout.fault_every and not workout.flavour.index_only else 0,
+        fail_after=rng.choice((0, 0, rng.randint(1, 8)))
+        if workout.fault_every and not workout.flavour.index_only
+        else 0,
     )
 
 
@@ -367,8 +369,8 @@ def traffic(operations: int, seed: int) -> None:
     for name in TOY_FLAVOURS:
         kinds, drains, seconds = run_traffic(name, operations, seed)
         sys.stdout.write(
-            f"coordinator, {name}: {kinds.total():,} operations, seed {seed}, {drains} drains, 0 leaks, "
-            f"{kinds['fail_drain_and_recover']} times poison, {seconds:.1f} s\n"
+            f"coordinator, {name}: {kinds.total():,} operations, seed {seed}, all given back {drains} times, "
+            f"poisoned and recovered {kinds['fail_drain_and_recover']} times, {seconds:.1f} s\n"
         )
         sys.stdout.flush()
 

@@ -163,13 +163,12 @@ def evict(rng: random.Random, driver: TrafficDriver) -> None:
 
 
 def fail_drain_and_recover(rng: random.Random, driver: TrafficDriver) -> None:
-    if rng.random() < 0.3:
-        driver.lose_container()
-        driver.recover_container()
+    driver.lose_container()
+    driver.recover_container()
 
 
-ANY_TIME: dict[Step, int] = {admit: 5, evict: 1, hold: 1, fail_drain_and_recover: 1}
-LIVE: dict[Step, int] = {chunk: 4, packed_step: 6, decode: 3, finish: 1, cancel: 1}
+ANY_TIME: dict[Step, int] = {admit: 15, evict: 3, hold: 3, fail_drain_and_recover: 1}
+LIVE: dict[Step, int] = {chunk: 12, packed_step: 18, decode: 9, finish: 3, cancel: 3}
 
 
 def random_driver(

@@ -1,4 +1,4 @@
-"""Many random cache operations with all observables compared after each; longer runs on demand.
+"""Many random cache operations; longer runs on demand.
 
 EDGELLM_FUZZ_OPERATIONS=1000000 EDGELLM_FUZZ_SEED=7 pytest tests/fuzz/test_random_operations.py
 """
@@ -7,98 +7,56 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 
 import pytest
-from cache_model import CacheDriver
+from cache_model import Lockstep
 
-from edgellm._core.block_index import DEFAULT_HASH_MASK
+from edgellm.testing.cache_workout import FLAVOURS
+from edgellm.testing.random_operations import Shape, main, random_step, random_workout, run_flavour
 
-OPERATIONS = int(os.environ.get("EDGELLM_FUZZ_OPERATIONS", "3000"))
+OPERATIONS = int(os.environ.get("EDGELLM_FUZZ_OPERATIONS", "5000"))
 SEED = int(os.environ.get("EDGELLM_FUZZ_SEED", "20240601"))
-RESTART_EVERY = 1000  # operations on one cache before it must come back empty and another shape is drawn
+RESTART_EVERY = 600  # operations on one cache before it must come back empty and another shape is drawn
+LARGE_POOL = 100_000
 
 
-def random_prompt(rng: random.Random, driver: CacheDriver) -> tuple[int, list[int]]:
-    if driver.live and rng.random() < 0.5:
-        base = rng.choice(driver.live)
-        cut = rng.randint(0, len(base.tokens))
-        return base.namespace, base.tokens[:cut] + rng.choices((0, 1), k=rng.randint(0, 6))
-    return rng.randint(0, 1), rng.choices((0, 1), k=rng.randint(0, 24))
-
-
-def acquire(rng: random.Random, driver: CacheDriver) -> None:
-    namespace, tokens = random_prompt(rng, driver)
-    driver.acquire(namespace, tokens, min_tokens=len(tokens) + rng.randint(0, 3), bypass=rng.random() < 0.1)
-
-
-def grow(rng: random.Random, driver: CacheDriver) -> None:
-    driver.grow(rng.randrange(len(driver.live)), rng.randint(0, 3))
-
-
-def ensure_coverage(rng: random.Random, driver: CacheDriver) -> None:
-    driver.ensure_coverage(rng.sample(range(len(driver.live)), rng.randint(1, len(driver.live))), rng.randint(0, 4))
-
-
-def publish(rng: random.Random, driver: CacheDriver) -> None:
-    which = rng.randrange(len(driver.live))
-    length = len(driver.live[which].tokens)
-    driver.publish(which, rng.choice((length, rng.randint(0, length))), make_record=rng.random() < 0.5)
-
-
-def append(rng: random.Random, driver: CacheDriver) -> None:
-    which = rng.sample(range(len(driver.live)), rng.randint(1, len(driver.live)))
-    driver.append(which, rng.randint(0, 1), publish=rng.random() < 0.7, lookahead=rng.randint(0, 1))
-
-
-def rebind(rng: random.Random, driver: CacheDriver) -> None:
-    driver.rebind(rng.randrange(len(driver.live)))
-
-
-def release(rng: random.Random, driver: CacheDriver) -> None:
-    driver.release(rng.randrange(len(driver.live)))
-
-
-def evict_record(rng: random.Random, driver: CacheDriver) -> None:
-    if driver.model.records:
-        driver.evict_record(rng.randrange(len(driver.model.records)))
-
-
-def evict_all(rng: random.Random, driver: CacheDriver) -> None:
-    if rng.random() < 0.1:
-        driver.evict_all()
-
-
-WITHOUT_LIVE: list[Callable[[random.Random, CacheDriver], None]] = [acquire, evict_record, evict_all]
-WITH_LIVE = [
-    acquire,
-    acquire,
-    grow,
-    ensure_coverage,
-    publish,
-    publish,
-    publish,
-    append,
-    append,
-    append,
-    rebind,
-    release,
-    release,
-    evict_record,
-    evict_all,
-]
-
-
-@pytest.mark.parametrize("hash_mask", [DEFAULT_HASH_MASK, 0, 1], ids=["hashed", "all-collide", "two-buckets"])
-def test_random_operations_keep_manager_and_model_equal(hash_mask: int) -> None:
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_random_operations_keep_manager_and_model_equal(name: str) -> None:
     """Behaviour 96 and 172: exact state after every operation, everything free at the end."""
-    rng = random.Random(f"{SEED}/{hash_mask}")
+    rng = random.Random(f"{SEED}/{name}")
     done = 0
     while done < OPERATIONS:
-        driver = CacheDriver(
-            rng.choice((2, 4)), rng.randint(4, 24), max_records=rng.choice((None, None, 1, 3, 0)), hash_mask=hash_mask
-        )
-        for _ in range(min(RESTART_EVERY, OPERATIONS - done)):
-            rng.choice(WITH_LIVE if driver.live else WITHOUT_LIVE)(rng, driver)
-            done += 1
-        driver.finish()
+        work = random_workout(rng, FLAVOURS[name], 16, kind=Lockstep)
+        shape = Shape.of(work.page_size, 16)
+        while work.operations < min(RESTART_EVERY, OPERATIONS - done):
+            random_step(rng, shape, work)
+        done += work.operations
+        work.finish()
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_small_pools_with_a_full_recount_after_each_operation(name: str) -> None:
+    report = run_flavour(FLAVOURS[name], OPERATIONS, SEED, 16)
+    assert report.operations >= OPERATIONS
+    assert report.leaks == report.missing_pages == 0
+    assert len(report.kinds) > 10
+
+
+@pytest.mark.parametrize("name", ["vanilla", "spec", "hybrid-mtp"])
+def test_a_large_pool_with_counts_in_between(name: str) -> None:
+    report = run_flavour(FLAVOURS[name], min(OPERATIONS, 2000), SEED, LARGE_POOL)
+    assert report.leaks == report.missing_pages == 0
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    first, second = (run_flavour(FLAVOURS["spec"], 500, 3, 12) for _ in range(2))
+    assert first.kinds == second.kinds
+    assert first.operations == second.operations
+
+
+def test_command_line_reports_operations_leaks_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--operations", "300", "--seed", "5", "--flavour", "hybrid", "--pages", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "hybrid: " in text
+    assert " 0 leaks" in text
+    assert "seed 5" in text

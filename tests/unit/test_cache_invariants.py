@@ -51,14 +51,14 @@ def test_k1_the_active_count_is_that_of_the_requests():
 
 def test_k7_a_quarantined_request_means_poison():
     broken = Broken()
-    with pytest.raises(InvariantError, match="^K7: 1 quarantined requests without poison$"):
+    with pytest.raises(InvariantError, match=r"^K7: 1 quarantined requests without poison$"):
         check_coordinator(broken.rig.coordinator, [], [broken.impl])
 
 
 def test_k9_every_lease_belongs_to_a_live_request():
     broken = Broken()
     broken.rig.coordinator._active_requests = 0
-    with pytest.raises(InvariantError, match="^K9: 2 live leases, 0 sequences of live requests$"):
+    with pytest.raises(InvariantError, match=r"^K9: 2 live leases, 0 sequences of live requests$"):
         check_coordinator(broken.rig.coordinator, [], [])
 
 
@@ -75,7 +75,7 @@ def test_an_admitted_request_has_no_work(field):
     rig.coordinator.check_invariants()
     setattr(request.impl, field, True)
     expected = (field == "_pending", field == "_awaiting")
-    with pytest.raises(InvariantError, match="^admitted with pending={}, awaiting={}$".format(*expected)):
+    with pytest.raises(InvariantError, match=r"^admitted with pending={}, awaiting={}$".format(*expected)):
         rig.coordinator.check_invariants()
 
 
@@ -95,7 +95,7 @@ def test_a_batch_may_await_while_work_is_pending():
     request.sequence(0).frozen_spec_prefill_length = 0
     rig.coordinator.check_invariants()
     request.impl._awaiting = False
-    with pytest.raises(InvariantError, match="^K5: a frozen prefill length without awaiting$"):
+    with pytest.raises(InvariantError, match=r"^K5: a frozen prefill length without awaiting$"):
         rig.coordinator.check_invariants()
 
 
@@ -197,7 +197,9 @@ class ForgetfulManager:
     def __init__(self, manager, kind):
         self._manager = manager
         self.pools = SimpleNamespace(
-            pool=lambda asked: SimpleNamespace(active_ref=lambda unit: 0 if asked is kind else manager.pools.pool(asked).active_ref(unit))
+            pool=lambda asked: SimpleNamespace(
+                active_ref=lambda unit: 0 if asked is kind else manager.pools.pool(asked).active_ref(unit)
+            )
         )
 
     def check_invariants(self):
@@ -212,7 +214,9 @@ def test_k7_leased_pages_have_references():
     manager = broken.rig.coordinator._manager
     pages = broken.sequence.lease.base_pages.tolist()
     broken.rig.coordinator._manager = ForgetfulManager(manager, ResourceType.BASE_KV_PAGE)
-    broken.violates(f"^K7: slot 2 leases BASE_KV_PAGE {pages} without a reference$".replace("[", r"\[").replace("]", r"\]"))
+    broken.violates(
+        f"^K7: slot 2 leases BASE_KV_PAGE {pages} without a reference$".replace("[", r"\[").replace("]", r"\]")
+    )
     broken.rig.coordinator._manager = ForgetfulManager(manager, ResourceType.DRAFT_KV_PAGE)
     broken.rig.coordinator.check_invariants()  # there are no draft pages
 
@@ -245,7 +249,7 @@ def test_k7_staged_snapshots_have_references(kind):
         coordinator.check_invariants()
     coordinator._manager = manager
     impl.mark_device_work_synchronized()
-    with pytest.raises(InvariantError, match="^K6: a staged checkpoint outside a step$"):
+    with pytest.raises(InvariantError, match=r"^K6: a staged checkpoint outside a step$"):
         coordinator.check_invariants()
 
 
@@ -290,7 +294,7 @@ def test_a_lease_has_draft_pages_exactly_where_the_request_drafts():
     driver = driver_for("eagle")
     sequence = driver.admit(TOKENS)
     driver.request.impl.speculative_request = False
-    with pytest.raises(InvariantError, match=f"^slot {sequence.slot} has a spec lease$"):
+    with pytest.raises(InvariantError, match=rf"^slot {sequence.slot} has a spec lease$"):
         driver.coordinator.check_invariants()
     broken = Broken()
     broken.rig.coordinator.runs_paired_draft = lambda speculative: True

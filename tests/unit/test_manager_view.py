@@ -95,9 +95,9 @@ def test_checks_reach_the_manager(rig, monkeypatch):
             raise InvariantError("counts")
 
     view = ManagerView(Failing())
-    with pytest.raises(InvariantError, match="^all$"):
+    with pytest.raises(InvariantError, match=r"^all$"):
         view.check_invariants()
-    with pytest.raises(InvariantError, match="^counts$"):
+    with pytest.raises(InvariantError, match=r"^counts$"):
         view.check_counts()
     rig.manager.check_invariants()
     rig.manager.check_counts()

@@ -1,0 +1,414 @@
+"""What the coordinator and its helpers for policies refuse: with which words, and that nothing moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from coordinator_rig import HEADROOM, OK, Rig, all_policies
+
+from edgellm.builtin.base_endpoint import BaseEndpointPolicy
+from edgellm.cache import endpoints, snapshots, spec_endpoints
+from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
+from edgellm.cache.binding import RowBinder, Rows
+from edgellm.cache.boundary import check_boundary
+from edgellm.cache.policy_calls import name_of
+from edgellm.cache.request import RequestHandle
+from edgellm.cache.types import (
+    ContextCacheCommitPolicy,
+    ContextCacheConfig,
+    ContextCacheSequenceAdvance,
+    PublicationPoint,
+)
+from edgellm.errors import ContractViolation, InvalidArgumentError, InvariantError, PluginError
+from edgellm.testing.recount import recount
+from edgellm.testing.toy_driver import FLAVOURS, ToyDriver
+from edgellm.testing.toy_model import HIDDEN_WIDTH
+
+Advance = ContextCacheSequenceAdvance
+
+
+def prompt(length, seed=1):
+    return [(seed * 31 + 7 * i * i + i) % 50 for i in range(length)]
+
+
+def driver_for(flavour, **options):
+    config = ContextCacheConfig(policy_deadline_seconds=None)
+    return ToyDriver(FLAVOURS[flavour], policies=all_policies(), config=config, **options)
+
+
+def joined(rig, length=6):
+    """A container with one sequence whose prompt is complete."""
+    handle = rig.container()
+    rig.join(handle, prompt(length), 0)
+    rig.chunk(handle, 0, length)
+    return handle
+
+
+# --- advances ------------------------------------------------------------------------------------------------
+
+
+def test_a_vanilla_step_accepts_exactly_one_token():
+    rig = Rig()
+    handle = joined(rig)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM) is OK
+    with pytest.raises(InvalidArgumentError, match=r"^slot 0 accepted 2 tokens; a vanilla step accepts exactly 1$"):
+        rig.coordinator.complete_decode_step(handle, [Advance([1, 2], 8)])
+    assert handle.sequence(0).committed_state_length == 6
+    assert rig.coordinator.complete_decode_step(handle, [Advance([1], 7)]) is OK
+
+
+def test_a_sequence_without_its_look_ahead_token_cannot_decode():
+    rig = Rig()
+    handle = joined(rig)
+    rig.join(handle, prompt(5, 2), 1)
+    rig.chunk(handle, 1, 3)  # two prompt tokens are still to be computed
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, [0]) is OK
+    with pytest.raises(
+        InvalidArgumentError, match=r"^slot 1 has 5 tokens and 3 committed, it is not at a decode rest point"
+    ):
+        rig.coordinator.complete_decode_step(handle, [Advance([1], 7), Advance([2], 4)])
+    assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([1, HOLD_TOKEN])) is OK
+    recount(rig.coordinator)
+
+
+# --- chunks and prompts --------------------------------------------------------------------------------------
+
+
+def test_a_complete_prompt_is_neither_advanced_nor_finalized_again():
+    rig = Rig()
+    handle = joined(rig)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    with pytest.raises(
+        ContractViolation, match=r"^the prompt of slot 0 is complete; advance_prefill serves incomplete"
+    ):
+        rig.coordinator.advance_prefill(handle, 0, 6)
+    with pytest.raises(ContractViolation, match=r"^slot 0 was finalized before; a prompt ends once$"):
+        rig.coordinator.finalize_sequence_admission(handle, 0, Advance([1], 6))
+    assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([HOLD_TOKEN])) is OK
+
+
+def test_captures_of_a_complete_prompt_are_refused():
+    driver = driver_for("hybrid")
+    driver.prefill(driver.admit(prompt(6)))
+    assert driver.coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    with pytest.raises(
+        ContractViolation, match=r"^the prompt of slot 0 is complete; its state is captured when it ends$"
+    ):
+        driver.coordinator.enqueue_prefill_captures(driver.request, [0], [6])
+    driver.coordinator.complete_decode_step(driver.request, [Advance()])
+    driver.close()
+
+
+def test_a_common_length_of_a_prompt_never_goes_back_or_beyond_what_is_committed():
+    driver = driver_for("eagle")
+    driver.admit(prompt(9))
+    advance = driver.coordinator.advance_prefill
+    assert driver.coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    assert advance(driver.request, 0, 6, 5) is OK
+    assert driver.request.sequence(0).common_state_length == 5
+    for common in (4, 8):
+        message = rf"^slot 0: common length {common} must be from 5 \(it never goes back\) to 7 \(committed\)$"
+        with pytest.raises(InvalidArgumentError, match=message):
+            advance(driver.request, 0, 7, common)
+        assert driver.request.sequence(0).committed_state_length == 6
+    assert advance(driver.request, 0, 7) is OK  # a draft with pages of its own does not follow by itself
+    assert driver.request.sequence(0).common_state_length == 5
+    assert advance(driver.request, 0, 7, 7) is OK
+
+
+def test_a_common_length_needs_draft_state():
+    rig = Rig()
+    handle = rig.container()
+    rig.join(handle, prompt(6), 0)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    with pytest.raises(InvalidArgumentError, match=r"^common_state_length is given for a request without draft state"):
+        rig.coordinator.advance_prefill(handle, 0, 3, 3)
+    assert handle.sequence(0).committed_state_length == 0
+
+
+def test_a_borrowing_draft_has_in_common_what_is_committed_unless_told():
+    driver = driver_for("shared-kv")
+    driver.admit(prompt(9))
+    assert driver.coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    assert driver.coordinator.advance_prefill(driver.request, 0, 4) is OK
+    assert driver.request.sequence(0).common_state_length == 4
+    assert driver.coordinator.advance_prefill(driver.request, 0, 8, 6) is OK
+    assert driver.request.sequence(0).common_state_length == 6
+
+
+def test_a_joiner_that_no_pool_can_ever_hold_is_not_told_to_wait():
+    rig = Rig(num_pages=3, capacity=32)
+    handle = rig.container()
+    assert rig.join(handle, prompt(8), 0).status is OK
+    assert rig.join(handle, prompt(11, 2), 1).insufficient_capacity  # with one of headroom just the three pages
+    assert not rig.join(handle, prompt(12, 2), 1).insufficient_capacity
+    small = driver_for("eagle", num_pages=8, num_draft_pages=4)  # four tokens of headroom in either pool
+    assert small.admit(prompt(6)) is not None
+    assert small.admit(prompt(12, 2)) is None
+    assert small.last_admission.insufficient_capacity
+    assert small.admit(prompt(13, 2)) is None
+    assert not small.last_admission.insufficient_capacity
+
+
+# --- helpers for policies ------------------------------------------------------------------------------------
+
+
+def test_draft_state_is_published_by_its_own_helper():
+    driver = driver_for("eagle")
+    driver.prefill(driver.admit(prompt(6)))
+    impl = driver.request.impl
+    with pytest.raises(ContractViolation, match=r"^slot 0 has draft state; publish it with publish_spec_endpoint$"):
+        endpoints.publish_ready_endpoint(driver.coordinator, impl, 0, PublicationPoint.PREFILL_END)
+    with pytest.raises(ContractViolation, match=r"^slot 1 is out of range"):
+        endpoints.publish_ready_endpoint(driver.coordinator, impl, 1, PublicationPoint.PREFILL_END)
+    driver.close()
+
+
+def test_generated_blocks_of_a_prompt_only_sequence_stay_private():
+    rig = Rig()
+    handle = rig.container()
+    rig.join(handle, prompt(6), 0, commit=ContextCacheCommitPolicy.PREFILL_STATE_ONLY)
+    rig.chunk(handle, 0, 6)
+    for _ in range(4):
+        rig.decode(handle)
+    impl = handle.impl
+    assert int(impl.lengths.common[0]) == 10
+    assert rig.manager.index.size == 1
+    endpoints.publish_ready_endpoint(rig.coordinator, impl, 0, PublicationPoint.DECODE_BLOCK)
+    assert (rig.manager.index.size, impl.sequences[0].published_full_block_count) == (1, 1)
+
+
+def test_a_checkpoint_is_staged_once_at_the_length_of_the_state_and_only_for_plain_requests():
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9))
+    coordinator, impl = driver.coordinator, driver.request.impl
+    stage = snapshots.reserve_capture
+    for length in (0, 10):
+        if length:
+            with pytest.raises(InvalidArgumentError, match=r"^slot 0: a checkpoint at 10 must be from 0 to 9$"):
+                stage(coordinator, impl, 0, length, PublicationPoint.PREFILL_END)
+        else:
+            assert stage(coordinator, impl, 0, length, PublicationPoint.PREFILL_END) is False
+    assert coordinator.manager.pools.recurrent.free_count == 8
+    assert stage(coordinator, impl, 0, 4, PublicationPoint.PREFILL_CHUNK) is True
+    with pytest.raises(ContractViolation, match=r"^slot 0 has an unpublished checkpoint; publish it before capturing"):
+        stage(coordinator, impl, 0, 8, PublicationPoint.PREFILL_CHUNK)
+    with pytest.raises(
+        ContractViolation, match=r"^slot 0: the checkpoint at 4 is not complete \(captured: False, committed: 0\)"
+    ):
+        snapshots.publish_staged(coordinator, impl, 0)
+    assert coordinator.manager.pools.recurrent.free_count == 7
+    mtp = driver_for("mtp")
+    mtp.admit(prompt(9))
+    with pytest.raises(ContractViolation, match=r"^slot 0 takes no plain checkpoint; its lease is hybrid_mtp$"):
+        stage(mtp.coordinator, mtp.request.impl, 0, 4, PublicationPoint.PREFILL_CHUNK)
+
+
+def test_only_checkpoint_deployments_have_a_snapshot_storage():
+    rig = Rig()
+    with pytest.raises(ContractViolation, match=r"^this deployment keeps no recurrent checkpoints; deploy a hybrid"):
+        snapshots.storage_of(rig.coordinator)
+
+
+def test_a_spec_endpoint_lies_between_what_is_published_and_what_is_common():
+    driver = driver_for("eagle")
+    driver.prefill(driver.admit(prompt(9)))
+    driver.step()
+    impl, publish = driver.request.impl, spec_endpoints.publish_spec_endpoint
+    low, high = int(impl.lengths.offered_blocks[0]) * 4, int(impl.lengths.common[0])
+    assert (low, high) == (8, 9)  # the draft has yet to follow what was accepted
+    for common in (low - 1, high + 1):
+        message = rf"^slot 0: common length {common} must be from 8 \(published\) to {high} \(materialised\)"
+        with pytest.raises(InvalidArgumentError, match=message):
+            publish(driver.coordinator, impl, 0, common, PublicationPoint.DECODE_BLOCK)
+    driver.close()
+
+
+def test_boundaries_belong_to_mtp_leases():
+    rig = Rig()
+    handle = joined(rig)
+    with pytest.raises(
+        ContractViolation, match=r"^slot 0 is no MTP sequence; begin its request with speculative_request"
+    ):
+        check_boundary(handle.impl, 0, 6, 0)
+    driver = driver_for("mtp")
+    driver.admit(prompt(9))
+    impl = driver.request.impl
+    check_boundary(impl, 0, 9, 0)
+    with pytest.raises(InvalidArgumentError, match=r"^slot 0: a boundary at 10 is beyond its 9 tokens$"):
+        check_boundary(impl, 0, 10, 0)
+    with pytest.raises(InvalidArgumentError, match=r"^boundary_hidden_row is -1; rows start at 0$"):
+        check_boundary(impl, 0, 9, -1)
+
+
+def boundary_step(driver, length):
+    """Commit `length` prompt tokens of slot 0 in a step of its own, up to the publication of its boundary."""
+    coordinator = driver.coordinator
+    assert coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    rows = torch.zeros((1, 1, HIDDEN_WIDTH), dtype=torch.int64)
+    return lambda: coordinator.publish_hybrid_mtp_endpoint(driver.request, 0, length, rows, 0)
+
+
+def test_a_boundary_without_a_free_snapshot_is_skipped_and_counted():
+    driver = driver_for("mtp", recurrent_slots=1, partial_slots=1)
+    driver.admit(prompt(9))
+    publish = boundary_step(driver, 8)
+    manager, impl = driver.coordinator._manager, driver.request.impl
+    held = manager.reserve_hybrid_snapshots(impl.leases[0], True)
+    assert publish() is OK
+    assert driver.coordinator.metrics().hybrid_snapshot_pressure_skips == 1
+    assert impl.sequences[0].published_exact_length == 0
+    manager.retire_hybrid_snapshot_reservation(impl.leases[0], held)
+    assert publish() is OK
+    assert impl.sequences[0].published_exact_length == 8
+    assert impl.has_pending_device_work()  # the step goes on
+
+
+def test_a_boundary_that_cannot_be_captured_gives_its_snapshots_back(monkeypatch):
+    driver = driver_for("mtp")
+    driver.admit(prompt(9))
+    publish = boundary_step(driver, 8)
+    free = driver.coordinator.manager.pools.recurrent.free_count
+    storage = driver.coordinator.resources.snapshot_storage
+
+    def full(*_arguments):
+        raise MemoryError("no room for the hidden row")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(storage), "capture_boundary_hidden", full)
+        publish()
+    pools = driver.coordinator.manager.pools
+    assert (pools.recurrent.free_count, pools.partial.free_count) == (free, 8)
+    assert driver.request.sequence(0).published_exact_length == 0
+
+
+# --- rows ----------------------------------------------------------------------------------------------------
+
+
+def test_a_recurrent_deployment_has_no_page_table():
+    with pytest.raises(InvariantError, match=r"^a pure recurrent deployment has no page table$"):
+        _ = Rows(None, None).table
+    rig = Rig()
+    assert rig.coordinator.rows.table is rig.table
+    assert Rows(RowBinder(rig.table), None).table is rig.table
+
+
+def test_a_row_that_cannot_be_rewritten_after_its_pages_moved_is_an_invariant():
+    rig = Rig()
+    handle = joined(rig)
+    sequence, rows = handle.sequence(0), rig.coordinator.rows
+    now = (sequence.lease.rebound_page_count, sequence.lease.rebound_draft_page_count)
+    assert rows.rebind_moved(sequence, *now) is False
+    assert rows.rebind_moved(sequence, now[0] - 1, now[1]) is True
+    assert rows.rebind_moved(sequence, now[0], now[1] - 1) is True
+    rig.table.mark_dirty([0])
+    rig.mirror.failures = 1
+    message = r"^the row of slot 0 could not be rewritten after its pages moved: upload failed$"
+    with pytest.raises(InvariantError, match=message):
+        rows.rebind_moved(sequence, now[0] - 1, now[1])
+
+
+def test_a_row_that_cannot_be_cleared_at_the_end_poisons_and_still_gives_the_pages_back(monkeypatch, caplog):
+    rig = Rig()
+    handle = joined(rig)
+
+    def broken(*_arguments):
+        raise OSError("table lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.coordinator.rows, "clear", broken)
+        rig.coordinator.finish(handle)
+    assert "rows of an ended request could not be cleared" in caplog.text
+    assert rig.coordinator.poisoned
+    assert (rig.coordinator.active_requests, rig.manager.num_live_leases) == (0, 0)
+
+
+# --- compaction and ends -------------------------------------------------------------------------------------
+
+
+def test_compaction_needs_a_settled_request_and_one_mapping_at_a_time():
+    rig = Rig()
+    handle = joined(rig)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM) is OK
+    with pytest.raises(ContractViolation, match=r"^begin_batch_compaction needs a settled request; complete the step"):
+        rig.coordinator.begin_batch_compaction(handle, [0], 1)
+    assert rig.coordinator.complete_decode_step(handle, [Advance([1], 7)]) is OK
+    with pytest.raises(ContractViolation, match="compact_batch"):
+        rig.coordinator.compact_batch(handle)
+    assert rig.coordinator.begin_batch_compaction(handle, [0], 1) is OK
+    with pytest.raises(ContractViolation):
+        rig.coordinator.begin_batch_compaction(handle, [0], 1)
+    assert rig.coordinator.compact_batch(handle) is OK
+    assert handle.num_sequences == 1
+
+
+# --- the request and its handle ------------------------------------------------------------------------------
+
+
+def test_an_empty_handle_and_a_slot_out_of_range_are_refused():
+    handle = RequestHandle()
+    assert not handle.valid()
+    for call in (lambda: handle.impl, lambda: handle.num_sequences, lambda: handle.sequence(0), handle.take):
+        with pytest.raises(
+            ContractViolation, match=r"^the request handle is empty: it was finished, abandoned or moved"
+        ):
+            call()
+    rig = Rig()
+    begun = joined(rig)
+    for slot in (-1, 1):
+        with pytest.raises(ContractViolation, match=rf"^slot {slot} is out of range; the request has 1 sequences$"):
+            begun.sequence(slot)
+
+
+def test_transitions_name_the_phase_they_need():
+    rig = Rig()
+    impl = joined(rig).impl
+    with pytest.raises(
+        ContractViolation, match=r"^begin_prefill needs a request that is admitted; this one is executing$"
+    ):
+        impl.begin_prefill()
+    with pytest.raises(
+        ContractViolation, match=r"^open_container needs a request that is admitted; this one is executing"
+    ):
+        impl.open_container()
+    with pytest.raises(
+        ContractViolation, match=r"^begin_spec_draft_init needs pending device work; call prepare_prefill"
+    ):
+        impl.begin_spec_draft_init()
+    assert not impl.awaiting_first_spec_completion()
+    impl.publication_policy = None
+    with pytest.raises(InvariantError, match=r"^the request has no publication policy; begin_request chooses one$"):
+        _ = impl.policy
+
+
+def test_a_sequence_outside_a_request_has_no_lengths():
+    rig = Rig()
+    handle = rig.container()
+    rig.join(handle, prompt(6), 0)
+    sequence = handle.sequence(0)
+    sequence._lengths = None
+    with pytest.raises(InvariantError, match=r"^the sequence is not part of a request; append it with Impl.append_seq"):
+        _ = sequence.num_tokens
+
+
+def test_a_policy_without_mtp_says_so():
+    rig = Rig()
+    handle = joined(rig)
+    policy = BaseEndpointPolicy(rig.coordinator)
+    message = r"^policy '.*' has no MTP boundary; hybrid MTP needs edgellm-hybrid$"
+    with pytest.raises(PluginError, match=message):
+        policy.publish_mtp_boundary(handle, 0, 6, None, 0)
+    with pytest.raises(PluginError, match=message):
+        policy.restore_mtp_boundary(handle, 0, None, 0)
+
+
+class Nameless(BaseEndpointPolicy):
+    @property
+    def name(self):
+        raise KeyError("no name")
+
+
+def test_a_policy_whose_name_raises_is_called_by_its_class():
+    rig = Rig()
+    assert name_of(BaseEndpointPolicy(rig.coordinator)) == repr(BaseEndpointPolicy(rig.coordinator).name)
+    assert name_of(Nameless(rig.coordinator)) == "Nameless"
