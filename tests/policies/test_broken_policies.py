@@ -10,6 +10,7 @@ from edgellm.builtin.base_endpoint import BaseEndpointPolicy
 from edgellm.cache.policy import LedgerOnlyPolicy
 from edgellm.testing.conformance import PolicyConformance
 
+EARLY_IN_TRAFFIC = {"test_traffic_publishes_nothing_early"}
 EARLY = {"test_publishes_nothing_early", "test_traffic_publishes_nothing_early"}
 BEYOND = {
     "test_publishes_nothing_beyond_the_common_length",
@@ -40,7 +41,7 @@ TABLE = [
         {"test_traffic_publishes_nothing_early"},
         "on_prefill_finalized: slot 0: 9 tokens were published when 0 were complete",
     ),
-    (broken.PublishesCheckpointsBeforeTheWait, HYBRID, {"test_traffic_publishes_nothing_early"}, "its copy not waited for"),
+    (broken.PublishesCheckpointsBeforeTheWait, HYBRID, EARLY_IN_TRAFFIC, "its copy not waited for"),
     (broken.KeepsALease, ATTENTION, LEAK, "are still leased when nobody is alive"),
     (broken.KeepsAReservation, HYBRID, LEAK, "snapshots are held between steps"),
     (broken.ForgetsWhatItReserved, HYBRID, LEAK_AT_THE_END, "neither published nor given back"),
