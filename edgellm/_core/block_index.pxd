@@ -280,4 +280,5 @@ cdef class BlockIndex:
     cdef node_id_t _checked_node(self, object parent) except? -1
     cdef list _siblings(self, node_id_t node)
     cdef int _check_node(self, node_id_t node) except -1
+    cdef block_hash_t text_hash(self, node_id_t parent, const token_t* tokens, Py_ssize_t count) noexcept nogil
     cdef int _check_mutable(self) except -1

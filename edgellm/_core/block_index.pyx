@@ -26,9 +26,11 @@ from libcpp.string cimport string
 from libcpp.unordered_map cimport unordered_map
 from libcpp.vector cimport vector
 
-from edgellm._core.block_hash cimport TokenChain, from_hash128, to_hash128
+from edgellm._core.block_hash cimport TokenChain, from_hash128, hash_equal, hash_text_block, to_hash128
+from edgellm._core.expiry_heap cimport expires_before
 from edgellm._core.lru cimport (
     CLASS_EXPIRED,
+    CLASS_LOW,
     LIFETIME_TIMED,
     LIFETIME_UNSET,
     NUM_CLASSES,
@@ -37,16 +39,19 @@ from edgellm._core.lru cimport (
     lru_clear,
     lru_front,
     lru_init,
+    lru_links_agree,
     lru_next,
 )
 from edgellm._core.types cimport block_hash_t, node_id_t, token_t
 
 import numpy as np
 
+from edgellm._core.block_hash import CHAIN_ROOT as _CHAIN_ROOT
 from edgellm.cache.types import RetentionPriority
 from edgellm.errors import ContractViolation, InvalidArgumentError, InvariantError
 
 DEFAULT_HASH_MASK = (1 << 128) - 1
+cdef block_hash_t _ROOT = from_hash128(_CHAIN_ROOT)
 
 
 # How many evictions are remembered at most; small enough to stay in a core's cache.
@@ -220,7 +225,7 @@ cdef class BlockIndex:
             self._namespaces.back().used = 0
             self._unused_namespaces.push_back(<int32_t>self._namespaces.size() - 1)
         place = self._unused_namespaces.back()
-        self._namespace_keys[place] = name
+        self._namespace_keys[place].assign(name)
         self._namespace_of.insert(pair[string, int32_t](name, place))
         self._unused_namespaces.pop_back()
         self._namespaces[place] = fresh
@@ -254,7 +259,7 @@ cdef class BlockIndex:
             self._media.push_back(data)
             return <int32_t>self._media.size() - 1
         place = self._unused_media.back()
-        self._media[place] = data
+        self._media[place].swap(data)
         self._unused_media.pop_back()
         return place
 
@@ -328,7 +333,7 @@ cdef class BlockIndex:
             return i
         while i < limit:
             if chain.block_has_media(i):
-                media = chain.block_media_bytes(i)
+                media_range(chain, i * self.core.page_size, self.core.page_size, &media)
                 node = self.find(parent, chain.hashes[i], chain.block_tokens(i), &media)
             else:
                 node = self.find(parent, chain.hashes[i], chain.block_tokens(i), NULL)
@@ -962,12 +967,31 @@ cdef class BlockIndex:
             raise InvariantError(
                 f"nodes {nodes}, full ones {full}, table {in_table}, size {self.core.size} and "
                 f"{self.core.tail_count} tails disagree")
+        self._check_lists(nodes)
         for node in nodes:
             self._check_node(node)
-        self._check_lists(nodes)
         self._check_media(nodes)
         self._check_lru(nodes)
         self._check_expiries()
+
+    cdef block_hash_t text_hash(self, node_id_t parent, const token_t* tokens, Py_ssize_t count) noexcept nogil:
+        """The hash of `count` text tokens behind `parent`, made anew; that of `parent` itself for no token."""
+        cdef node_id_t root = parent
+        cdef int32_t steps = 0
+        cdef block_hash_t above
+        cdef const string* key
+        above = _ROOT
+        if parent >= 0:
+            above = self._nodes[parent].hash
+        if count == 0:
+            return above
+        while root >= 0 and steps <= self.core.size:
+            root = self._nodes[root].parent
+            steps += 1
+        if root >= NO_NODE:
+            return above        # a cycle, which leads to no namespace
+        key = &self._namespace_keys[-2 - root]
+        return hash_text_block(above, tokens, count, <const uint64_t*>key.data(), key.size() // sizeof(uint64_t))
 
     cdef int _check_node(self, node_id_t node) except -1:
         """A node is found by its own content, below an indexed parent that has children of this depth."""
@@ -991,6 +1015,9 @@ cdef class BlockIndex:
             raise InvariantError(f"page {node} has depth {self._branches[node].depth} below one of {above}")
         if not -1 <= self._branches[node].volatile_from < self._branches[node].token_count:
             raise InvariantError(f"page {node} is volatile from {self._branches[node].volatile_from}")
+        if not is_tail(&self.core, node) and entry.media == NO_MEDIA and not hash_equal(entry.hash, self.text_hash(
+                entry.parent, &self._tokens[<size_t>node * self.core.page_size], self.core.page_size)):
+            raise InvariantError(f"the hash of page {node} is not that of its tokens")
         return 0
 
     def _check_lists(self, nodes):
@@ -998,8 +1025,12 @@ cdef class BlockIndex:
         cdef node_id_t parent
         cdef node_id_t node
         roots = [-2 - i for i in range(<Py_ssize_t>self._namespaces.size()) if self._namespaces[i].used]
-        if len(roots) != <Py_ssize_t>self._namespace_of.size():
-            raise InvariantError(f"{len(roots)} namespaces in use, {self._namespace_of.size()} in the map")
+        if len(roots) != <Py_ssize_t>self._namespace_of.size() or any(
+                self.find_namespace(self._namespace_keys[-2 - <node_id_t>root]) != root for root in roots):
+            raise InvariantError(f"namespaces {roots} in use, {self._namespace_of.size()} in the map, or other ones")
+        places = [-2 - root for root in roots] + list(self._unused_namespaces)
+        if sorted(places) != list(range(<Py_ssize_t>self._namespaces.size())):
+            raise InvariantError(f"namespaces in use and unused are not {self._namespaces.size()} places: {places}")
         seen = []
         for parent in [*roots, *nodes]:
             children = self._siblings(self.first_child(parent))
@@ -1027,6 +1058,8 @@ cdef class BlockIndex:
 
     def _check_lru(self, nodes):
         """Evictable nodes stand once each in the class they belong to, every child in front of its parent."""
+        if not lru_links_agree(&self.core.lru):
+            raise InvariantError("the eviction order does not lead back the way it leads on")
         order = self.eviction_order()
         place = {n: i for i, n in enumerate(order)}
         if len(place) != len(order) or len(order) != self.core.lru.size or not place.keys() <= set(nodes):
@@ -1054,11 +1087,14 @@ cdef class BlockIndex:
             over = timed and self._branches[node].expiry <= self.core.now
             if bool(entry.expiring) != (node in held) or bool(entry.expiring) != (timed and not over):
                 raise InvariantError(f"page {node} (timed {timed}, over {over}) has the wrong place among the expiries")
-            if over != (lru_class(&self.core.lru, node) == CLASS_EXPIRED):
-                raise InvariantError(f"page {node} has class {lru_class(&self.core.lru, node)}, over {over}")
+            cls = lru_class(&self.core.lru, node)
+            if over != (cls == CLASS_EXPIRED) or (
+                    is_listed(&self.core, node) and not over and cls != CLASS_LOW + entry.priority):
+                raise InvariantError(f"page {node} of priority {entry.priority} has class {cls}, over {over}")
             if node in held and (self._expiry_places[node] != held[node]
-                                 or self._expiries[held[node]].expiry != self._branches[node].expiry):
+                                 or self._expiries[held[node]].expiry != self._branches[node].expiry
+                                 or self._expiries[held[node]].rank != self._branches[node].depth):
                 raise InvariantError(f"page {node} expires at another time than the heap says")
         for i in range(1, self.core.expiries.size):
-            if self._expiries[i].expiry < self._expiries[(i - 1) // 2].expiry:
+            if expires_before(&self._expiries[i], &self._expiries[(i - 1) // 2]):
                 raise InvariantError(f"expiry at place {i} is before that of its parent")

@@ -6,11 +6,11 @@ to Python: it checks arguments; the moves live in `cache_state`, `leasing`, `pub
 """
 
 cimport cython
-from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from libcpp.vector cimport vector
 
 from edgellm._core.block_hash cimport TokenChain
-from edgellm._core.block_index cimport NO_NODE
+from edgellm._core.block_index cimport NO_NODE, raise_retention
 from edgellm._core.cache_state cimport CacheRequestLease, CacheState, reservation_t
 from edgellm._core.checkpoints cimport find_reservation, publish_checkpoint, reserve, resume_deeper, retire
 from edgellm._core.draft_index cimport NO_DRAFT
@@ -111,6 +111,7 @@ cdef class ContextCacheManager(CacheState):
 
     cdef ReusePlan make_plan(self, TokenChain chain, object lookup_policy, bint speculative):
         cdef ReusePlan plan
+        cdef uint64_t version = self.version    # before the look: making a plan may collect a dropped lease
         if speculative and self.spec_reuse_contract is None:
             raise InvalidArgumentError("a speculative request needs a manager with a spec_reuse_contract")
         if self.checkpointed:
@@ -124,7 +125,7 @@ cdef class ContextCacheManager(CacheState):
             plan = make_vanilla_plan(
                 self.index, chain, chain.token_count(), lookup_policy, self.future_tokens if speculative else 0)
         plan.owner = self
-        plan.version = self.version
+        plan.version = version
         return plan
 
     def plan(self, TokenChain chain not None, lookup_policy=ContextCacheLookupPolicy.USE_CACHE, *,
@@ -151,8 +152,9 @@ cdef class ContextCacheManager(CacheState):
                 f"expiry {expiry} must be 0 or more")
         if priority is not _NORMAL and not isinstance(priority, RetentionPriority):
             raise InvalidArgumentError(f"priority {priority!r} must be a RetentionPriority")
-        options.min_pages = <Py_ssize_t>pages_for(min_tokens, self.page_size)
-        options.min_draft_pages = <Py_ssize_t>pages_for(draft_min_tokens, self.page_size)
+        # More than any pool has, and small enough to add up.
+        options.min_pages = <Py_ssize_t>min(pages_for(min_tokens, self.page_size), <int64_t>INT32_MAX)
+        options.min_draft_pages = <Py_ssize_t>min(pages_for(draft_min_tokens, self.page_size), <int64_t>INT32_MAX)
         options.reserve_pages = <Py_ssize_t>min(reserve_pages, <int64_t>INT32_MAX)
         options.priority = priority
         options.expiry = expiry
@@ -177,12 +179,13 @@ cdef class ContextCacheManager(CacheState):
             InvalidArgumentError: a negative number or an unknown priority.
         """
         cdef lease_options_t options
+        # Before the version is compared: a new object may make Python collect a lease that somebody dropped.
+        cdef AcquireResult result = AcquireResult.__new__(AcquireResult)
         if plan.owner is not self:
             raise ContractViolation("the plan was made by another manager; plan again with this one")
         if plan.version != self.version:
             raise ContractViolation("the cache changed since the plan was made; plan again and acquire at once")
         self.fill_options(&options, min_tokens, draft_min_tokens, reserve_pages, priority, expiry)
-        cdef AcquireResult result = AcquireResult.__new__(AcquireResult)
         result.plan = plan
         if not plan_fits(self, plan, &options) and plan.tail_token_count:
             result.plan = without_tail(plan)
@@ -336,6 +339,8 @@ cdef class ContextCacheManager(CacheState):
         cdef int64_t most = max(extra, draft_extra)
         if len(lengths) != count:
             raise InvalidArgumentError(f"{count} leases need as many lengths, got {len(lengths)}")
+        if least < -INT32_MAX or most > INT32_MAX:      # from here on the sums fit
+            _raise_length(0, extra, draft_extra)
         self.step()
         self.scratch.resize(count)
         for k in range(count):
@@ -552,9 +557,10 @@ cdef class ContextCacheManager(CacheState):
         self.check_lease(lease)
         if not isinstance(reservation, HybridSnapshotReservation):
             raise InvalidArgumentError(f"{reservation!r} is not a HybridSnapshotReservation")
-        cdef int32_t partial = (
-            NO_SLOT if reservation.partial_kv_snapshot_slot is None else reservation.partial_kv_snapshot_slot)
-        cdef Py_ssize_t which = find_reservation(lease, reservation.recurrent_snapshot_slot, partial)
+        cdef Py_ssize_t which = -1
+        recurrent, partial = reservation.recurrent_snapshot_slot, reservation.partial_kv_snapshot_slot
+        if 0 <= recurrent <= INT32_MAX and (partial is None or 0 <= partial <= INT32_MAX):
+            which = find_reservation(lease, recurrent, NO_SLOT if partial is None else partial)
         if which < 0:
             raise InvalidArgumentError(f"the lease does not hold {reservation}; it was retired or is another lease's")
         return which
@@ -735,12 +741,19 @@ cdef class ContextCacheManager(CacheState):
     def set_expiry(self, CacheRequestLease lease not None, int64_t expiry):
         """When what the lease leaves behind expires: nanoseconds of the clock that `set_now` is told, 0 for never.
 
+        What it let go of already keeps the later time that it was promised, and so do the blocks in front of that.
+
         Raises:
             InvalidArgumentError: bad lease, or a negative time.
         """
+        cdef Py_ssize_t i
         self.check_lease(lease)
         if expiry < 0:
             raise InvalidArgumentError(f"expiry {expiry} must be 0 (never) or a time in nanoseconds")
+        if lease.tail_token_count and lease.tail_page == NO_NODE:
+            # The tail source went with the expiry so far; what it hangs below must not expire before it.
+            for i in range(lease.shared_block_count):
+                raise_retention(self.tree, lease.pages[i], lease.retention, lease.expiry)
         lease.expiry = expiry
 
     def set_volatile_from(self, CacheRequestLease lease not None, Py_ssize_t position):

@@ -160,7 +160,7 @@ cdef class CacheState:
     cdef void drop_node(self, node_id_t node, bint counted) noexcept nogil
     cdef void drop_tails_before(self, node_id_t parent, const int32_t* tokens, int32_t count) noexcept nogil
     cdef void erase_record(self, int32_t place, bint counted) noexcept nogil
-    cdef void trim_node(self, node_id_t node) noexcept nogil
+    cdef void trim_node(self, node_id_t node, bint counted) noexcept nogil
     cdef void trim_draft(self, page_id_t draft) noexcept nogil
 
     @cython.final

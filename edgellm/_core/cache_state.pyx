@@ -93,6 +93,9 @@ cdef class CacheRequestLease:
     def __init__(self):
         raise ContractViolation("leases are made by ContextCacheManager.acquire")
 
+    def __reduce__(self):
+        raise TypeError("a lease is neither copied nor pickled: its pages would be given back twice")
+
     def __dealloc__(self):
         if self.valid:
             self.manager.release_lease(self)
@@ -116,12 +119,12 @@ cdef class CacheRequestLease:
     @property
     def num_base_pages(self):
         """Base pages with memory behind them: none for a pure recurrent model."""
-        return <Py_ssize_t>self.pages.size() if self.manager.has_attention else 0
+        return <Py_ssize_t>self.pages.size() if self.valid and self.manager.has_attention else 0
 
     @property
     def base_pages(self):
         """(pages,) int32, logical order; a copy.  What the page-table row of the sequence holds."""
-        if not self.manager.has_attention:
+        if not self.valid or not self.manager.has_attention:
             return np.empty(0, dtype=np.int32)
         return _as_array(&self.pages)
 
@@ -420,13 +423,16 @@ cdef class CacheState:
         if node < NO_NODE:
             self.index.drop_root(node)
 
-    cdef void trim_node(self, node_id_t node) noexcept nogil:
-        """From `node` upwards, drop what nobody holds and what leads to no checkpoint any more."""
+    cdef void trim_node(self, node_id_t node, bint counted) noexcept nogil:
+        """From `node` upwards, drop what nobody holds and what leads to no checkpoint any more.
+
+        `counted`: it goes because something below or on it was evicted.
+        """
         cdef node_id_t parent
         while (node >= 0 and self.base.active[node] == 0 and self.tree.nodes[node].child_count == 0
                and self.records.head_at(node) == NO_RECORD):
             parent = self.tree.nodes[node].parent
-            self.drop_node(node, True)
+            self.drop_node(node, counted)
             node = parent
 
     cdef void trim_draft(self, page_id_t draft) noexcept nogil:
@@ -445,7 +451,7 @@ cdef class CacheState:
             self.erase_record(self.records.head_at(node), True)
         self.drop_node(node, True)
         if self.checkpointed:
-            self.trim_node(parent)
+            self.trim_node(parent, True)
 
     cdef void evict_draft(self, page_id_t draft) noexcept nogil:
         """Drop an unheld draft leaf; its page becomes free, its base node stays."""
@@ -458,7 +464,7 @@ cdef class CacheState:
         """Drop an unheld checkpoint, with the blocks that lead to it only and that nobody holds."""
         cdef node_id_t node = self.records.node_at(place)
         self.erase_record(place, True)
-        self.trim_node(node)
+        self.trim_node(node, True)
 
     cdef void drop_record(self, int32_t place) noexcept:
         """Forget a record; blocks that no record and no child needs any more leave the index with it, held or not."""

@@ -29,7 +29,7 @@ from edgellm._core.publication cimport (
     unstage,
 )
 from edgellm._core.records cimport MAX_RECORDS_AT_NODE, NO_RECORD, NO_SLOT, empty_record, record_t
-from edgellm._core.types cimport node_id_t, page_id_t
+from edgellm._core.types cimport block_hash_t, node_id_t, page_id_t
 
 from edgellm.cache.types import CheckpointKind
 
@@ -169,14 +169,14 @@ cdef bint _drafts_are_private(CacheState state, CacheRequestLease lease, Py_ssiz
 
 
 cdef int32_t _prepare(
-    CacheState state, CacheRequestLease lease, TokenChain chain, int64_t exact_length,
+    CacheState state, CacheRequestLease lease, TokenChain chain, int64_t exact_length, block_hash_t terminal,
     const reservation_t* reservation, int kind, node_id_t node
 ) except -1:
     """Make the record; the last thing that can fail."""
     cdef record_t record = empty_record()
     cdef Py_ssize_t blocks = <Py_ssize_t>((exact_length - lease.paired) // state.page_size)
     state.step()
-    record.terminal = from_hash128(chain.prefix_hash(exact_length))
+    record.terminal = terminal
     record.exact_length = exact_length
     record.node = node
     record.block_count = <int32_t>blocks
@@ -256,6 +256,8 @@ cdef int publish_checkpoint(
     cdef staged_t staged
     cdef int32_t old = NO_RECORD
     cdef int32_t place = NO_RECORD
+    # Before the look at the tree: Python objects may make Python collect a dropped lease, which changes the tree.
+    cdef block_hash_t terminal = from_hash128(chain.prefix_hash(exact_length))
     request.count = <Py_ssize_t>((exact_length - lease.paired) // state.page_size)
     request.tail = 0
     request.drafts = lease.paired
@@ -266,7 +268,7 @@ cdef int publish_checkpoint(
         if staged.end >= request.count and (not lease.paired or _drafts_are_private(state, lease, request.count)):
             old = _same_key(state, lease, chain, exact_length, lease.paired, &staged)
             if old == NO_RECORD or (lease.paired and not state.records.record_at(old).mtp):
-                place = _prepare(state, lease, chain, exact_length, reservation, kind,
+                place = _prepare(state, lease, chain, exact_length, terminal, reservation, kind,
                                  endpoint(state, lease, request.count, &staged) if request.count else staged.root)
     except BaseException:
         unstage(state, &staged)
@@ -293,7 +295,7 @@ cdef void _settle_new(
     if replaced != NO_RECORD:
         node = state.records.node_at(replaced)
         state.erase_record(replaced, False)
-        state.trim_node(node)
+        state.trim_node(node, False)
     _supersede(state, place, chain, keep)
     if state.records.limit >= 0 and state.records.size > state.records.limit:
         state.evict_checkpoint(state.records.front())

@@ -19,6 +19,7 @@ from edgellm._core.lru cimport (
     lru_clear,
     lru_front,
     lru_init,
+    lru_links_agree,
     lru_listed,
     lru_next,
     lru_unlink,
@@ -385,6 +386,8 @@ cdef class DraftIndex:
 
     def _check_lru(self, nodes):
         """Evictable draft nodes stand once each, classes in order, every child in front of its parent."""
+        if not lru_links_agree(&self.core.lru):
+            raise InvariantError("the eviction order of draft nodes does not lead back the way it leads on")
         order = self.eviction_order()
         place = {d: i for i, d in enumerate(order)}
         if len(place) != len(order) or len(order) != self.core.lru.size or not place.keys() <= set(nodes):
@@ -393,6 +396,9 @@ cdef class DraftIndex:
         if None in classes or classes != sorted(classes) or tuple(map(classes.count, range(NUM_CLASSES))) != (
                 self.class_sizes):
             raise InvariantError(f"eviction order {order} has classes {classes}, counted {self.class_sizes}")
+        for d, cls in zip(order, classes):
+            if cls not in (CLASS_EXPIRED, CLASS_LOW + self.core.nodes[<page_id_t>d].priority):
+                raise InvariantError(f"draft node {d} has class {cls}, which is not that of its priority")
         for d in range(self.core.capacity):
             if self.is_listed(d) != (d in place):
                 raise InvariantError(f"draft page {d} is marked as evictable {self.is_listed(d)}, wrongly")

@@ -115,6 +115,28 @@ cdef inline int32_t lru_next(const lru_t* lru, int32_t item) noexcept nogil:
     return after if after < lru.capacity else lru_front_from(lru, after - lru.capacity + 1)
 
 
+cdef inline bint lru_links_agree(const lru_t* lru) noexcept nogil:
+    """Whether each list leads back the way it leads on, over items of its own class and as many as were counted."""
+    cdef int32_t item, after, seen
+    cdef int cls
+    for cls in range(NUM_CLASSES):
+        item = lru.capacity + cls
+        seen = 0
+        while True:
+            after = lru.links[item].next
+            if not 0 <= after < lru.capacity + NUM_CLASSES or lru.links[after].prev != item:
+                return False
+            if lru.links[after].cls != cls or seen > lru.sizes[cls]:
+                return False
+            if after >= lru.capacity:
+                break
+            seen += 1
+            item = after
+        if seen != lru.sizes[cls]:
+            return False
+    return True
+
+
 cdef inline int retention_class(int priority, int lifetime, int64_t expiry, int64_t now) noexcept nogil:
     """Class in which something unused is listed."""
     return CLASS_EXPIRED if lifetime == LIFETIME_TIMED and expiry <= now else CLASS_LOW + priority

@@ -60,6 +60,7 @@ cdef object _BYPASS = ReuseStopReason.BYPASS
 
 
 @cython.final
+@cython.auto_pickle(False)      # `__setstate__` would let Python change it
 cdef class ReusePlan:
     """What one prompt reuses and what it must be given.  Immutable from Python; lengths are in tokens.
 
@@ -381,8 +382,9 @@ cdef ReusePlan make_spec_plan(
 cdef ReusePlan without_tail(ReusePlan plan):
     """The same plan with whole pages only: for when pinning the page that is copied from leaves too little room."""
     cdef ReusePlan out = ReusePlan.__new__(ReusePlan)
-    out.bindings = plan.bindings
-    out.draft_bindings = plan.draft_bindings
+    # `assign`, because Cython lets an exception of `=` go through to C++.
+    out.bindings.assign(plan.bindings.begin(), plan.bindings.end())
+    out.draft_bindings.assign(plan.draft_bindings.begin(), plan.draft_bindings.end())
     out.tail_page = NO_NODE
     out.draft_tail_page = NO_DRAFT
     out.recurrent_slot = out.partial_slot = NO_SLOT

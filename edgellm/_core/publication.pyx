@@ -92,7 +92,8 @@ cdef int _stage_media(CacheState state, TokenChain chain, Py_ssize_t first, Py_s
     """Keep the media bytes of the blocks that will be added; `media_scratch` has one place for each."""
     cdef Py_ssize_t i
     state.step()
-    state.media_scratch.assign(max(<Py_ssize_t>0, end - first), NO_MEDIA)
+    state.media_scratch.clear()
+    state.media_scratch.resize(max(<Py_ssize_t>0, end - first), NO_MEDIA)
     if not chain.has_media:
         return 0
     try:

@@ -11,7 +11,7 @@ All records stand in one LRU order.  Checkpoints that no lease holds stand in LR
 
 cimport cython
 from cython.operator cimport dereference as deref
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy
 from libcpp.pair cimport pair
 from libcpp.string cimport string
@@ -32,6 +32,7 @@ from edgellm._core.lru cimport (
     lru_class,
     lru_front,
     lru_init,
+    lru_links_agree,
     lru_listed,
     lru_next,
     lru_unlink,
@@ -398,7 +399,7 @@ cdef class RecordStore:
     # Python interface
 
     cdef int32_t _checked(self, object record_id) except -1:
-        if not isinstance(record_id, int) or record_id < 0:
+        if not isinstance(record_id, int) or not 0 <= record_id <= UINT64_MAX:
             _raise_unknown(record_id)
         cdef int32_t place = self.place_of(record_id)
         if place == NO_RECORD:
@@ -420,7 +421,8 @@ cdef class RecordStore:
         return self.size
 
     def __contains__(self, record_id):
-        return self.place_of(record_id) != NO_RECORD
+        return (isinstance(record_id, int) and 0 <= record_id <= UINT64_MAX
+                and self.place_of(record_id) != NO_RECORD)
 
     def insert(self, node, key, *, exact_length=0, recurrent_slot=-1, partial_slot=-1):
         """Remember an endpoint at the MRU end; an endpoint that is known already is only touched.
@@ -702,6 +704,7 @@ cdef class RecordStore:
             InvariantError: they differ.
         Cost: O(records + nodes + checkpoint capacity).
         """
+        self._check_links()
         order = self.lru_to_mru()
         if len(order) != self.size or len(set(order)) != self.size or <Py_ssize_t>self._place_of.size() != self.size:
             raise InvariantError(f"{self.size} records, but LRU order {order} and an id map of {self._place_of.size()}")
@@ -713,11 +716,34 @@ cdef class RecordStore:
         for record_id in order:
             if self._records[self.place_of(record_id)].id != record_id or record_id > self._last_id:
                 raise InvariantError(f"record {record_id} is not at the place its id maps to")
-            _validate(&self._records[self.place_of(record_id)])
+            try:
+                _validate(&self._records[self.place_of(record_id)])
+            except InvalidArgumentError as error:
+                raise InvariantError(f"record {record_id} does not fit together: {error}") from error
         self._check_slots(order)
         self._check_order(order, self.checkpoint_order(), False)
         self._check_order(order, self.partial_order(), True)
         self._check_expiries()
+
+    def _check_links(self):
+        """The order over all records leads back the way it leads on; the other places are unused, once each."""
+        cdef int32_t place = self._lru_front
+        cdef int32_t before = NO_RECORD
+        cdef Py_ssize_t count = 0
+        while place != NO_RECORD and self._records[place].lru_prev == before and count <= self.size:
+            before = place
+            place = self._records[place].lru_next
+            count += 1
+        if place != NO_RECORD or before != self._lru_back or count != self.size:
+            raise InvariantError(f"the LRU order of {self.size} records does not lead back the way it leads on")
+        place = self._unused
+        while place != NO_RECORD and self._records[place].id == 0 and count <= <Py_ssize_t>self._records.size():
+            place = self._records[place].node_next
+            count += 1
+        if place != NO_RECORD or count != <Py_ssize_t>self._records.size():
+            raise InvariantError(f"records and unused places are not {self._records.size()} places")
+        if not lru_links_agree(&self.checkpoints) or not lru_links_agree(&self.partials):
+            raise InvariantError("an eviction order of checkpoints does not lead back the way it leads on")
 
     def _checked_node_list(self, node):
         """Ids at a node; links back and the node of each record checked."""

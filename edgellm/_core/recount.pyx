@@ -5,9 +5,10 @@ Nothing here is fast or changes anything; it is what tests and debug builds call
 
 from libc.stdint cimport int32_t
 
-from edgellm._core.block_index cimport is_listed, is_tail
+from edgellm._core.block_hash cimport hash_equal
+from edgellm._core.block_index cimport NO_NODE, is_listed, is_tail, node_t
 from edgellm._core.cache_state cimport CacheRequestLease, CacheState
-from edgellm._core.lru cimport NUM_CLASSES, lru_t
+from edgellm._core.lru cimport CLASS_EXPIRED, LIFETIME_TIMED, NUM_CLASSES, lru_class, lru_t
 from edgellm._core.page_ledger cimport PagePool
 from edgellm._core.records cimport NO_RECORD, record_t
 from edgellm._core.types cimport node_id_t, page_id_t
@@ -56,6 +57,10 @@ def check_counts(CacheState state not None):
 
 def check_invariants(CacheState state not None):
     """Recount everything; raises `InvariantError`.  Cost: O(capacity + table + leased pages)."""
+    # Held until the end: collecting a dropped lease in between would change what was counted already.
+    leases = []
+    for k in range(<Py_ssize_t>state.live.size()):
+        leases.append(<CacheRequestLease>state.live[k])
     check_counts(state)
     state.pools.check_invariants()
     state.index.check_invariants()
@@ -64,8 +69,8 @@ def check_invariants(CacheState state not None):
     held = [[0] * pool.capacity for pool in (
         state.pools.base, state.pools.draft, state.pools.recurrent, state.pools.partial)]
     serials = set()
-    for k in range(<Py_ssize_t>state.live.size()):
-        _check_lease(state, <CacheRequestLease>state.live[k], k, held, serials)
+    for k, lease in enumerate(leases):
+        _check_lease(state, lease, k, held, serials)
     _check_base(state, held[0])
     _check_drafts(state, held[1])
     _check_records(state)
@@ -80,6 +85,7 @@ def _check_lease(CacheState state, CacheRequestLease lease, place, held, serials
     pages, drafts = list(lease.pages), list(lease.draft_pages)
     _check_base_path(state, lease, pages)
     _check_draft_path(state, lease, pages, drafts)
+    _check_tail(state, lease, pages)
     for pool, items in ((0, pages), (1, drafts)):
         for page in items:
             held[pool][page] += 1
@@ -128,6 +134,35 @@ def _check_draft_path(CacheState state, CacheRequestLease lease, pages, drafts):
             raise InvariantError(f"draft page {draft} is a draft node, but not of block {i} of its lease")
 
 
+def _check_tail(CacheState state, CacheRequestLease lease, pages):
+    """What is shared or copied is within the lease; a tail source hangs where the copy goes."""
+    if not 0 <= lease.shared_block_count <= len(pages) or not (
+            0 <= lease.shared_draft_block_count <= <Py_ssize_t>lease.draft_pages.size()):
+        raise InvariantError(
+            f"a lease of {len(pages)} pages shares {lease.shared_block_count}, {lease.shared_draft_block_count} drafts")
+    if not 0 <= lease.tail_token_count < state.page_size or (lease.tail_page >= 0 and not lease.tail_token_count):
+        raise InvariantError(f"a lease copies {lease.tail_token_count} tokens from page {lease.tail_page}")
+    if lease.tail_page < 0 or not state.tree.nodes[lease.tail_page].indexed:
+        return
+    depth = state.tree.branches[lease.tail_page].depth
+    if state.index.path_of(lease.tail_page)[:depth - 1] != pages[:depth - 1] or (
+            state.tree.branches[lease.tail_page].token_count < lease.tail_token_count):
+        raise InvariantError(f"tail source {lease.tail_page} of a lease does not go on from its pages {pages}")
+
+
+def _check_retention(CacheState state, node_id_t page):
+    """A block that nobody holds is kept at least as long as its children."""
+    cdef node_t* node = &state.tree.nodes[page]
+    cdef node_t* parent
+    if node.parent <= NO_NODE or not is_listed(state.tree, node.parent):
+        return
+    parent = &state.tree.nodes[node.parent]
+    if parent.priority < node.priority or parent.lifetime < node.lifetime or (
+            parent.lifetime == LIFETIME_TIMED
+            and state.tree.branches[node.parent].expiry < state.tree.branches[page].expiry):
+        raise InvariantError(f"page {node.parent} is kept less long than its child {page}")
+
+
 def _check_base(CacheState state, held):
     """Reference counts are what leases and tree say; exactly the unheld nodes are evictable, and each of some use."""
     cdef node_id_t page
@@ -143,6 +178,8 @@ def _check_base(CacheState state, held):
         if (state.checkpointed and listed and state.tree.nodes[page].child_count == 0
                 and state.records.head_at(page) == NO_RECORD):
             raise InvariantError(f"block of page {page} leads to no checkpoint and is held by nobody")
+        if indexed:
+            _check_retention(state, page)
 
 
 def _check_drafts(CacheState state, held):
@@ -162,9 +199,27 @@ def _check_drafts(CacheState state, held):
         base = state.drafts.core.nodes[page].base
         if not state.tree.nodes[base].indexed or (held[page] and state.base.active[base] == 0):
             raise InvariantError(f"draft page {page} describes page {base}, which is not indexed or not held")
+        _check_draft_node(state, page)
         if (state.checkpointed and held[page] == 0 and state.drafts.core.nodes[page].child_count == 0
                 and state.draft_records[page] == 0):
             raise InvariantError(f"draft page {page} leads to no checkpoint and is held by nobody")
+
+
+def _check_draft_node(CacheState state, page_id_t draft):
+    """A draft node has the tokens, the place in the path and at most the life of the block it describes."""
+    cdef node_id_t base = state.drafts.core.nodes[draft].base
+    cdef page_id_t parent = state.drafts.core.nodes[draft].parent
+    cdef node_id_t above = state.tree.nodes[base].parent
+    if state.drafts.core.nodes[draft].token_count != state.tree.branches[base].token_count:
+        raise InvariantError(f"draft node {draft} has other tokens than the block of page {base}")
+    if (above >= 0) != (parent >= 0) or (parent >= 0 and state.drafts.core.nodes[parent].base != above):
+        raise InvariantError(f"draft node {draft} follows {parent}, which does not describe page {above}")
+    if parent >= 0 and state.drafts.is_listed(parent) and (
+            state.drafts.core.nodes[parent].priority < state.drafts.core.nodes[draft].priority):
+        raise InvariantError(f"draft node {parent} is kept less long than {draft}, which follows it")
+    if state.drafts.is_listed(draft) and lru_class(&state.tree.lru, base) == CLASS_EXPIRED and (
+            lru_class(&state.drafts.core.lru, draft) != CLASS_EXPIRED):
+        raise InvariantError(f"draft node {draft} has not expired with page {base}")
 
 
 def _check_records(CacheState state):
@@ -193,19 +248,33 @@ def _check_record(CacheState state, record_id):
     if record.node >= 0:
         if len(state.index.path_of(record.node)) != record.block_count or is_tail(state.tree, record.node):
             raise InvariantError(f"record {record_id} does not describe its node {record.node}")
-    elif record.block_count or not state.index._namespaces[-2 - record.node].used:
+    elif (record.block_count or -2 - record.node >= <Py_ssize_t>state.index._namespaces.size()
+          or not state.index._namespaces[-2 - record.node].used):
         raise InvariantError(f"record {record_id} hangs at an unused namespace {-2 - record.node}")
     if record.exact_length == 0:
         if state.index.hash_of(record.node) != state.records.key(record_id).terminal_hash:
             raise InvariantError(f"record {record_id} has another hash than its node {record.node}")
         return
+    _check_terminal(state, record_id)
     if not state.checkpointed or record.block_count != (record.exact_length - record.mtp) // state.page_size:
         # A checkpoint that lost its draft side keeps its place, one block higher at a page boundary.
         if record.mtp or record.block_count != (record.exact_length - 1) // state.page_size:
             raise InvariantError(f"checkpoint {record_id} at {record.exact_length} hangs at block {record.block_count}")
+    if record.draft_node >= 0 and not record.mtp:
+        raise InvariantError(f"checkpoint {record_id} claims draft node {record.draft_node} without a draft side")
     if record.mtp and record.block_count and (
             record.draft_node < 0 or state.drafts.core.nodes[record.draft_node].base != record.node):
         raise InvariantError(f"checkpoint {record_id} has draft node {record.draft_node}, not one of {record.node}")
+
+
+def _check_terminal(CacheState state, record_id):
+    """The hash of a checkpoint is that of its block and the tokens behind it (text only)."""
+    cdef const record_t* record = state.records.record_at(state.records.place_of(record_id))
+    cdef int32_t slot = record.recurrent_slot
+    cdef Py_ssize_t count = state.records._checkpoints[slot].tail_count
+    if state.records._tail_media[slot].empty() and not hash_equal(record.terminal, state.index.text_hash(
+            record.node, state.records._tails.data() + <size_t>slot * state.page_size, count)):
+        raise InvariantError(f"checkpoint {record_id} has another hash than its tokens")
 
 
 def _check_snapshots(CacheState state, held, held_partial):

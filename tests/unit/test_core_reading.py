@@ -146,7 +146,7 @@ def test_look_ahead_that_does_not_fit_a_length_is_an_error_and_not_covered(extra
 def test_no_record_has_such_an_id(record_id: object) -> None:
     manager = vanilla(8)
     cached(manager, A)
-    assert record_id not in manager.records
+    assert record_id not in manager.records  # type: ignore[operator]
     with pytest.raises(InvalidArgumentError, match="not in the store"):
         manager.evict_record(record_id)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="not in the store"):
