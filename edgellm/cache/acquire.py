@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from edgellm.cache.coordinator import ContextCacheCoordinator
     from edgellm.cache.request import Impl
 
+_LAST_NANOSECOND = 2**63 - 1  # the manager counts expiry in 64 bits
+_LONGEST_TTL_SECONDS = 2**63 // 10**9
+
 
 def acquire_sequence(
     coordinator: ContextCacheCoordinator,
@@ -71,7 +74,8 @@ def expiry_of(coordinator: ContextCacheCoordinator, retention: Retention) -> int
     if retention.ttl_seconds is None:
         return 0
     coordinator.expiry_in_use = True
-    return max(1, coordinator.clock() + round(retention.ttl_seconds * 1e9))
+    lifetime = round(min(retention.ttl_seconds, _LONGEST_TTL_SECONDS) * 1e9)
+    return max(1, min(coordinator.clock() + lifetime, _LAST_NANOSECOND))
 
 
 def build_sequence(
@@ -86,7 +90,9 @@ def build_sequence(
     """The sequence's state around its new lease."""
     if acquired.lease is None:
         raise InvalidArgumentError("the sequence has no lease; only acquired sequences can be built")
-    tail = impl.replay_tail_length if admission.replay_tail_length is None else admission.replay_tail_length
+    tail = admission.replay_tail_length
+    if tail is None:  # the batch's is meant for all of its prompts, and may be more than a short one has
+        tail = min(impl.replay_tail_length, acquired.chain.num_tokens)
     return SequenceState(
         lease=acquired.lease,
         chain=acquired.chain,

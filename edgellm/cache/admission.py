@@ -31,6 +31,8 @@ def check_batch(coordinator: ContextCacheCoordinator, batch: ContextCacheBatchAd
         raise UnsupportedRequestError(
             "the request is speculative and this deployment has no speculative decoder; set speculative_request=False"
         )
+    if batch.replay_tail_length < 0:
+        raise InvalidArgumentError(f"replay_tail_length is {batch.replay_tail_length}; it must be 0 or more")
     limit = coordinator.deployment.max_batch_size
     if len(batch.sequences) > limit:
         raise InvalidArgumentError(f"the batch has {len(batch.sequences)} sequences, the limit is {limit}; split it")

@@ -22,16 +22,26 @@ def check_boundary(impl: Impl, slot: int, length: int, row: int) -> None:
 
     Raises:
         ContractViolation: the slot is out of range, or the request has no MTP lease.
-        InvalidArgumentError: a negative row, or a length beyond the tokens.
+        InvalidArgumentError: a negative row, or a length beyond the prompt (beyond the state, once that is complete).
     """
     require_slot(impl, slot)
     if impl.leases[slot].mode is not ReusePlanMode.HYBRID_MTP:
         raise ContractViolation(f"slot {slot} is no MTP sequence; begin its request with speculative_request=True")
-    num_tokens = int(impl.lengths.num_tokens[slot])
+    lengths = impl.lengths
+    limit = int((lengths.committed if lengths.finalized[slot] else lengths.num_tokens)[slot])
     if row < 0:
         raise InvalidArgumentError(f"boundary_hidden_row is {row}; rows start at 0")
-    if length > num_tokens:
-        raise InvalidArgumentError(f"slot {slot}: a boundary at {length} is beyond its {num_tokens} tokens")
+    if length > limit:
+        raise InvalidArgumentError(f"slot {slot}: a boundary at {length} is beyond its {limit} tokens")
+
+
+def _require_asked(impl: Impl, slot: int, length: int | None, hidden_states: Any, row: int) -> None:
+    """A policy does what the runtime asked for in this very call: only there is the state at that length."""
+    call = impl.boundary_call
+    if call is None or not call.same_as(slot, length, hidden_states, row):
+        raise ContractViolation(
+            f"slot {slot}: a policy may publish or restore only the MTP boundary that its hook was called for"
+        )
 
 
 def publish_boundary(
@@ -51,14 +61,16 @@ def publish_boundary(
     Returns:
         OK, or POISONED when the wait failed; then the drain of the request decides.
     Raises:
-        ContractViolation, InvalidArgumentError: see `check_boundary`.
+        ContractViolation: this is not what the runtime asked for.
     """
-    check_boundary(impl, slot, length, boundary_hidden_row)
+    require_slot(impl, slot)
+    _require_asked(impl, slot, length, base_hidden_states, boundary_hidden_row)
     sequence = impl.sequences[slot]
     if not impl.lengths.publishes[slot] or length <= max(0, sequence.published_exact_length):
         return Status.OK
     # The slot may be evicted and captured anew below: every restore from it was enqueued before, on the same stream.
     release_restored(coordinator, impl, slot)
+    coordinator.tell_time()
     reservation = coordinator._manager.reserve_hybrid_snapshots(sequence.lease, True)
     if reservation is None:
         count_pressure(coordinator)
@@ -137,16 +149,22 @@ def restore_boundary(
     """Copy the saved hidden row to `[slot, destination_row, :]`, in stream order, without waiting.
 
     Raises:
-        ContractViolation: nothing is bound to the sequence (it began cold, or a publication released it).
-        InvalidArgumentError: a negative row.
+        ContractViolation: this is not what the runtime asked for, or nothing is bound to the sequence any more.
     """
     require_slot(impl, slot)
+    _require_asked(impl, slot, None, base_hidden_states, destination_row)
     sequence = impl.sequences[slot]
     check_restorable(sequence, destination_row)
-    recurrent = sequence.lease.recurrent_snapshot_slot
-    storage_of(coordinator).restore_boundary_hidden(recurrent, base_hidden_states[slot], destination_row)
+    copy_hidden_row(coordinator, sequence.lease.recurrent_snapshot_slot, base_hidden_states[slot], destination_row)
     sequence.boundary_restored = True
     return Status.OK
+
+
+def copy_hidden_row(
+    coordinator: ContextCacheCoordinator, snapshot_slot: int | None, hidden_states: Any, row: int
+) -> None:
+    """Enqueue the copy of a saved hidden row into `hidden_states[row]`."""
+    storage_of(coordinator).restore_boundary_hidden(snapshot_slot, hidden_states, row)
 
 
 def check_restorable(sequence: SequenceState, destination_row: int) -> None:

@@ -32,11 +32,11 @@ from edgellm.cache import (
 )
 from edgellm.cache import admission as admitting
 from edgellm.cache.binding import PageTableMirror, RowBinder, Rows, draft_pages
-from edgellm.cache.deployment import check_resources, pool_capacities
+from edgellm.cache.deployment import check_config, check_resources, pool_capacities
 from edgellm.cache.manager_view import ManagerView
 from edgellm.cache.metrics import ContextCacheMetrics, PoolGauge
 from edgellm.cache.quarantine import Quarantine, StreamSynchronizer, synchronize_stream
-from edgellm.cache.request import Impl, RequestHandle
+from edgellm.cache.request import BoundaryCall, Impl, RequestHandle
 from edgellm.cache.results import AdmissionResult, AdmitSequenceResult, BeginRequestResult
 from edgellm.cache.types import (
     ContextCacheBatchAdmission,
@@ -75,7 +75,7 @@ class ContextCacheCoordinator:
         mirror, draft_mirror: device copies of the page tables, when the executor keeps them.
         clock: monotonic nanoseconds; times to live are counted on it.
     Raises:
-        InvalidArgumentError: geometry of deployment and resources disagrees.
+        InvalidArgumentError: geometry of deployment and resources disagrees, or the config has an odd number.
         PluginError: no registered policy serves this deployment, or the one that does is broken.
 
     `close()` ends it.  A disabled cache (`config.enabled=False`) manages pages all the same and treats
@@ -97,6 +97,7 @@ class ContextCacheCoordinator:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._active_requests = 0
+        check_config(config)
         check_resources(deployment, profile, resources)
         self.config = config
         self.deployment = deployment
@@ -290,7 +291,8 @@ class ContextCacheCoordinator:
         Raises:
             CallerError: the advance is not one token with the whole prompt committed.  Nothing was changed.
         """
-        self._require_executing(request, "finalize_sequence_admission")
+        impl = self._require_executing(request, "finalize_sequence_admission")
+        self._require_no_compaction(impl, "finalize_sequence_admission")
         return joining.finalize_sequence_admission(self, request, slot, advance, common_state_length)
 
     def retract_sequence_admission(self, request: RequestHandle) -> bool:
@@ -331,7 +333,8 @@ class ContextCacheCoordinator:
         """Reserve and enqueue checkpoints, after the forward and before the runtime's own wait.
 
         Args:
-            slots, lengths: the sequences whose chunk ends at a length worth keeping; without them every prompt ends.
+            slots, lengths: the sequences whose chunk ends at a length worth keeping; without them every prompt ends
+                that has not ended before.
         A no-op where no checkpoints exist or the request is speculative (see `publish_hybrid_mtp_endpoint`).  Short
         snapshot pools are counted and skipped.
 
@@ -340,6 +343,7 @@ class ContextCacheCoordinator:
         """
         impl = self._require_executing(request, "enqueue_prefill_captures")
         self._require_pending(impl, "enqueue_prefill_captures")
+        self._require_no_compaction(impl, "enqueue_prefill_captures")
         prefill.enqueue_captures(self, impl, slots, lengths)
         return Status.OK
 
@@ -367,7 +371,8 @@ class ContextCacheCoordinator:
         Raises:
             CallerError: the prompt is complete already, or a length goes back or past it.  Nothing was changed.
         """
-        self._require_executing(request, "advance_prefill")
+        impl = self._require_executing(request, "advance_prefill")
+        self._require_no_compaction(impl, "advance_prefill")
         return prefill.advance_prefill(self, request, slot, committed, common_state_length)
 
     def finalize_prefill_publication(
@@ -383,6 +388,7 @@ class ContextCacheCoordinator:
         """
         impl = self._require_executing(request, "finalize_prefill_publication")
         self._require_pending(impl, "finalize_prefill_publication")
+        self._require_no_compaction(impl, "finalize_prefill_publication")
         return prefill.finalize_prefill(self, request, advances, common_state_lengths)
 
     # --- hybrid with MTP ----------------------------------------------------------------------------------
@@ -404,10 +410,11 @@ class ContextCacheCoordinator:
         self._require_hybrid_mtp("publish_hybrid_mtp_endpoint")
         impl = self._require_executing(request, "publish_hybrid_mtp_endpoint")
         boundary.check_boundary(impl, slot, resident_state_length, boundary_hidden_row)
+        call = BoundaryCall(slot, resident_state_length, base_hidden_states, boundary_hidden_row)
         return policy_calls.call_boundary_hook(
             self,
             request,
-            slot,
+            call,
             lambda policy: policy.publish_mtp_boundary(
                 request, slot, resident_state_length, base_hidden_states, boundary_hidden_row
             ),
@@ -425,18 +432,18 @@ class ContextCacheCoordinator:
             CallerError: no checkpoint is bound to the sequence, or the row is negative.
         """
         self._require_hybrid_mtp("restore_hybrid_mtp_boundary_hidden")
-        impl = self._require_executing(request, "restore_hybrid_mtp_boundary_hidden")
+        self._require_executing(request, "restore_hybrid_mtp_boundary_hidden")
         sequence = request.sequence(slot)
         boundary.check_restorable(sequence, destination_row)
-        sequence.boundary_restored = False
+        sequence.boundary_restored, saved_in = False, sequence.lease.recurrent_snapshot_slot
         status = policy_calls.call_boundary_hook(
             self,
             request,
-            slot,
+            BoundaryCall(slot, None, base_hidden_states, destination_row),
             lambda policy: policy.restore_mtp_boundary(request, slot, base_hidden_states, destination_row),
         )
-        if not sequence.boundary_restored:
-            boundary.restore_boundary(self, impl, slot, base_hidden_states, destination_row)
+        if not sequence.boundary_restored:  # a policy that unpinned the checkpoint gave it to nobody yet
+            boundary.copy_hidden_row(self, saved_in, base_hidden_states[slot], destination_row)
         return status
 
     def _require_hybrid_mtp(self, call: str) -> None:
@@ -490,6 +497,7 @@ class ContextCacheCoordinator:
         """
         impl = self._require_executing(request, "complete_decode_step")
         self._require_pending(impl, "complete_decode_step")
+        self._require_no_compaction(impl, "complete_decode_step")
         return decode.complete_step(self, request, advances, publishable_completed_slots, common_state_lengths)
 
     # --- compaction --------------------------------------------------------------------------------------
@@ -548,7 +556,10 @@ class ContextCacheCoordinator:
         return ending.shutdown(self)
 
     def recover(self) -> bool:
-        """Admit again after poison, once every stream is proven idle.  Rows are left as they are."""
+        """Admit again after poison, once every stream is proven idle; quarantined requests are released.
+
+        False when a stream cannot be drained; the poison stays.
+        """
         self._collect_dropped()
         return ending.recover(self)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from edgellm.cache.types import (
     BaseStateKind,
+    ContextCacheConfig,
     ContextCacheDeploymentProfile,
     ContextCachePhysicalResources,
     DeploymentConfig,
@@ -81,6 +82,21 @@ def check_support(
         raise UnsupportedModelError(f"decoder {decoder_kind!r} on a hybrid model is not supported; use vanilla or mtp")
     if base_state_kind is BaseStateKind.ATTENTION_ONLY and decoder_kind == "mtp":
         raise UnsupportedModelError("plain MTP on an attention-only model is not supported; use vanilla or eagle")
+
+
+def check_config(config: ContextCacheConfig) -> None:
+    """Numbers that policies and the coordinator count with.
+
+    Raises:
+        InvalidArgumentError: a checkpoint interval that is no positive integer, or a deadline that is not positive.
+    """
+    interval, deadline = config.checkpoint_interval_tokens, config.policy_deadline_seconds
+    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
+        raise InvalidArgumentError(
+            f"checkpoint_interval_tokens is {interval!r}; pass an integer of at least 1, or None"
+        )
+    if deadline is not None and not deadline > 0:
+        raise InvalidArgumentError(f"policy_deadline_seconds is {deadline!r}; pass a positive number, or None")
 
 
 def check_geometry(deployment: DeploymentConfig, profile: ContextCacheDeploymentProfile = _ATTENTION_ONLY) -> None:

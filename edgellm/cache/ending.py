@@ -32,7 +32,7 @@ def finish(coordinator: ContextCacheCoordinator, request: RequestHandle) -> Stat
 
 def abandon(coordinator: ContextCacheCoordinator, impl: Impl) -> None:
     """The handle is gone while its request lives: drain, release, publish nothing.  Never raises."""
-    if impl.has_pending_device_work() and not _drain_or_hold(coordinator, impl):
+    if impl.needs_drain() and not _drain_or_hold(coordinator, impl):
         return
     release(coordinator, impl)
 

@@ -104,10 +104,9 @@ def _check_published(coordinator: ContextCacheCoordinator, sequence: SequenceSta
         limit = sequence.num_tokens  # a boundary checkpoint is published in the middle of the step that commits it
     if sequence.published_full_block_count * coordinator.page_size > limit:
         raise InvariantError(f"K4 {where}: {sequence.published_full_block_count} blocks published at {limit}")
-    if sequence.published_exact_length > sequence.num_tokens:
-        raise InvariantError(
-            f"K4 {where}: a checkpoint published at {sequence.published_exact_length}, {sequence.num_tokens} tokens"
-        )
+    limit = sequence.committed_state_length if sequence.finalized else sequence.num_tokens
+    if sequence.published_exact_length > limit:
+        raise InvariantError(f"K4 {where}: a checkpoint published at {sequence.published_exact_length}, not {limit}")
     frozen = sequence.frozen_spec_prefill_length
     if frozen is not None and frozen > sequence.committed_state_length:
         raise InvariantError(f"{where}: frozen at {frozen}, committed {sequence.committed_state_length}")

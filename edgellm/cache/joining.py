@@ -74,6 +74,7 @@ def _may_ever_fit(coordinator: ContextCacheCoordinator, num_tokens: int, headroo
 
 
 def _bind(coordinator: ContextCacheCoordinator, impl: Impl, sequence: SequenceState) -> None:
+    impl.mark_copies_enqueued()
     coordinator.rows.bind([sequence])
     coordinator.rows.upload()
     copies.copy_tails(coordinator, [sequence])
@@ -133,6 +134,8 @@ def retract_sequence_admission(coordinator: ContextCacheCoordinator, request: Re
     """Undo the most recent admission.  Never raises; False means poisoned."""
     try:
         impl = request.impl
+        if impl.compaction_outstanding():
+            raise ContractViolation("a compaction is outstanding, and its mapping names the last sequence")
         tail = impl.sequences[-1]
         if not tail.joined or tail.finalized or tail.committed_state_length != tail.reuse_token_length:
             raise ContractViolation("the last sequence was seated or founded the request; it leaves by compaction")

@@ -144,7 +144,10 @@ class PublicationPolicy(ABC):
         apply_step(request.impl, advances)
 
     def mark_resolved(self, request: RequestHandle) -> None:
-        """The step's work is complete: the runtime has waited for it (or a verification round did)."""
+        """The step's work is complete: the runtime has waited for it (or a verification round did).
+
+        For hooks that are given advances, and `on_terminalize`: a hook about one sequence ends no step.
+        """
         request.impl.mark_device_work_resolved_without_sync()
 
     def synchronize(self, request: RequestHandle) -> ContextCacheCoordinatorStatus:
@@ -204,14 +207,15 @@ class PublicationPolicy(ABC):
         snapshots.release_restored(self.coordinator, request.impl, slot)
 
     def reserve_hybrid_capture(self, request: RequestHandle, slot: int, length: int, point: PublicationPoint) -> bool:
-        """Reserve snapshot slots for a checkpoint at `length`; see `snapshots.reserve_hybrid_capture`."""
+        """Reserve snapshot slots for a checkpoint at `length`, the committed one; see
+        `snapshots.reserve_hybrid_capture`."""
         return snapshots.reserve_hybrid_capture(self.coordinator, request.impl, slot, length, point)
 
     def capture_staged(self, request: RequestHandle) -> ContextCacheCoordinatorStatus:
         """Copy every reserved checkpoint and wait once for all of them; nothing reserved costs nothing.
 
         Returns:
-            OK (the work is resolved), or POISONED when the wait failed: return that from the hook.
+            OK (a step's work is resolved), or POISONED when the wait failed: return that from the hook.
         """
         return snapshots.capture_staged(self.coordinator, request.impl)
 
@@ -261,4 +265,5 @@ class LedgerOnlyPolicy(PublicationPolicy):
     ) -> ContextCacheCoordinatorStatus:
         self.apply(request, advances)
         self.mark_resolved(request)
+        self.end_draft_init(request)
         return Status.OK

@@ -23,7 +23,7 @@ from edgellm.plugins import choose_policy
 
 if TYPE_CHECKING:
     from edgellm.cache.coordinator import ContextCacheCoordinator
-    from edgellm.cache.request import Impl, RequestHandle
+    from edgellm.cache.request import BoundaryCall, Impl, RequestHandle
     from edgellm.cache.types import ContextCacheSequenceAdvance
 
 logger = get_logger(__name__)
@@ -37,13 +37,21 @@ Hook = Callable[[PublicationPolicy], Any]
 
 def call_slot_hook(coordinator: ContextCacheCoordinator, request: RequestHandle, slot: int, hook: Hook) -> Status:
     """`on_prefill_chunk` and `on_sequence_finalized`: about one sequence, no answer."""
-    call = _Call(coordinator, request.impl, hook, answers=False, slots=lambda: [slot])
+    call = _Call(coordinator, request.impl, hook, answers=False, slots=lambda: [slot], own_slot=slot)
     return call.run(lambda: [slot] if _is_staged(request.impl, slot) else [])
 
 
-def call_boundary_hook(coordinator: ContextCacheCoordinator, request: RequestHandle, slot: int, hook: Hook) -> Status:
-    """The two MTP hooks: about one sequence, with an answer."""
-    return _Call(coordinator, request.impl, hook, answers=True, slots=lambda: [slot]).run(list)
+def call_boundary_hook(
+    coordinator: ContextCacheCoordinator, request: RequestHandle, asked: BoundaryCall, hook: Hook
+) -> Status:
+    """The two MTP hooks: about one sequence, with an answer.  The policy may do what was asked for, or nothing."""
+    impl, slot = request.impl, asked.slot
+    call = _Call(coordinator, impl, hook, answers=True, slots=lambda: [slot], own_slot=slot)
+    impl.boundary_call = asked
+    try:
+        return call.run(list)
+    finally:
+        impl.boundary_call = None
 
 
 def call_terminalize(coordinator: ContextCacheCoordinator, request: RequestHandle) -> Status:
@@ -120,10 +128,11 @@ def _is_frozen(impl: Impl, slot: int) -> bool:
 class _Call:
     """One call of one hook: run, settle, judge, charge.
 
-    `slots` names the sequences the hook is about, and is asked only when something is to be charged.
+    `slots` names the sequences the hook is about, and is asked only when something is to be charged.  `own_slot` is the
+    one that a hook about one sequence is called for.
     """
 
-    __slots__ = ("answers", "coordinator", "hook", "impl", "slots", "step")
+    __slots__ = ("answers", "coordinator", "hook", "impl", "own_slot", "slots", "step")
 
     def __init__(
         self,
@@ -133,12 +142,14 @@ class _Call:
         *,
         answers: bool,
         slots: Callable[[], Sequence[int]],
+        own_slot: int | None = None,
     ) -> None:
         self.coordinator = coordinator
         self.impl = impl
         self.hook = hook
         self.answers = answers
         self.slots = slots
+        self.own_slot = own_slot
         self.step: PolicyStep | None = None
 
     def run(self, forgotten: Callable[[], list[int]]) -> Status:
@@ -149,11 +160,12 @@ class _Call:
             return Status.OK
         failed_waits = coordinator._quarantine.failed_waits
         rest = None if step is not None else LedgerAtRest(impl)
-        impl.step = step
+        work = impl.work_state()
+        impl.step, impl.hook_slot = step, self.own_slot
         try:
             status, fault, elapsed = timed(policy, self.hook)
         finally:
-            impl.step = None
+            impl.step = impl.hook_slot = None
         behind = settle_ledger(impl, step) if step is not None else []
         if rest is not None:
             behind = rest.restore(impl)
@@ -161,6 +173,8 @@ class _Call:
             if impl.executing():
                 impl.mark_device_work_enqueued()  # also at rest: the drain of the request decides
             return Status.POISONED
+        if self.own_slot is not None:
+            impl.restore_work_state(work)
         charge_time(coordinator, impl, self.slots, elapsed)
         if fault is None:
             fault = self._judge(status, behind)
@@ -186,7 +200,6 @@ class _Call:
 
     def _judge(self, status: object, behind: Sequence[int]) -> str | None:
         """What is wrong with a hook that returned, or None."""
-        impl = self.impl
         if not self.answers and status is not None:
             return f"it returned {status!r} where nothing is asked for"
         if self.answers and not isinstance(status, Status):
@@ -197,10 +210,14 @@ class _Call:
             return f"it moved the ledger of slots {list(behind)} otherwise than the runtime reported"
         if status is Status.REQUEST_FAILED:
             return "it gave the request up"
-        if self.step is not None and impl.has_pending_device_work():
-            armed = impl.awaiting_first_spec_completion() and not self.answers and impl.speculative_request
-            return None if armed else "it left its step pending"
-        return None
+        return None if self.step is None else self._judge_work()
+
+    def _judge_work(self) -> str | None:
+        """A step ends resolved; only the prompts of a speculative batch stay pending, for their first round."""
+        pending, awaiting, _ = self.impl.work_state()
+        if awaiting and (self.answers or not pending or not self.impl.speculative_request):
+            return "it awaits a draft initialisation, and none is under way"
+        return "it left its step pending" if pending and not awaiting else None
 
 
 def timed(policy: PublicationPolicy, hook: Hook) -> tuple[Any, str | None, int]:

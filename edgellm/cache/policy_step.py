@@ -76,6 +76,7 @@ def settle_ledger(impl: Impl, step: PolicyStep) -> list[int]:
     """
     lengths, size = impl.lengths, impl.lengths.size
     wrong = (lengths.num_tokens[:size] != step.num_tokens) | (lengths.committed[:size] != step.committed)
+    wrong |= np.array([chain.num_tokens for chain in impl.chains], np.int64) != step.num_tokens
     if not step.applied:
         for slot in range(size):
             added = impl.chains[slot].tokens_from(int(step.tokens_before[slot])).tolist()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edgellm.cache import copies, policy_calls, snapshots
 from edgellm.cache.advances import check_prefill_advance, require_count
 from edgellm.cache.joining import check_single_common
@@ -44,8 +46,12 @@ def enqueue_captures(
         point = PublicationPoint.PREFILL_END
         if length < int(impl.lengths.prompt[slot]):
             point = PublicationPoint.PREFILL_CHUNK
-        if snapshots.reserve_hybrid_capture(coordinator, impl, slot, length, point):
-            snapshots.enqueue_capture(coordinator, impl, slot)
+        if snapshots.reserve_capture(coordinator, impl, slot, length, point):
+            try:
+                snapshots.enqueue_capture(coordinator, impl, slot)
+            except BaseException:  # nothing stays reserved that was not copied
+                snapshots.drop_staged(coordinator, impl.sequences[slot])
+                raise
 
 
 def _captures(impl: Impl, slots: Sequence[int] | None, state_lengths: Sequence[int] | None) -> list[tuple[int, int]]:
@@ -53,7 +59,8 @@ def _captures(impl: Impl, slots: Sequence[int] | None, state_lengths: Sequence[i
     if slots is None or state_lengths is None:
         if slots is not state_lengths:
             raise InvalidArgumentError("pass slots and lengths together, or neither")
-        return [(slot, int(impl.lengths.num_tokens[slot])) for slot in range(len(impl.sequences))]
+        unfinished = np.flatnonzero(~impl.lengths.finalized[: impl.lengths.size]).tolist()
+        return [(slot, int(impl.lengths.prompt[slot])) for slot in unfinished]
     if len(slots) != len(state_lengths) or len(set(slots)) != len(slots):
         raise InvalidArgumentError(f"slots {list(slots)} and lengths {list(state_lengths)}: pass one length for each")
     for slot, length in zip(slots, state_lengths, strict=True):
@@ -101,6 +108,8 @@ def finalize_prefill(
 ) -> Status:
     """The prompts of a batch are complete."""
     impl = request.impl
+    if impl.is_container:
+        raise ContractViolation("a container's prompts end one by one; use finalize_sequence_admission")
     require_count(impl, advances)
     for slot, advance in enumerate(advances):
         if impl.lengths.finalized[slot]:

@@ -17,7 +17,7 @@ def rebind_prefill(coordinator: ContextCacheCoordinator, impl: Impl, slot: int) 
     """Let `slot` share what the index knows by now: blocks, or (checkpoint deployments) a deeper checkpoint.
 
     An MTP sequence that moved needs its boundary hidden row again (`restore_hybrid_mtp_boundary_hidden`), as after
-    admission; its checkpoint stays pinned until then.
+    admission; its checkpoint stays pinned as long, and while it is, there is no looking again.
 
     Returns:
         The committed length afterwards; never less than before.
@@ -38,6 +38,7 @@ def rebind_prefill(coordinator: ContextCacheCoordinator, impl: Impl, slot: int) 
     if known <= committed:
         return committed
     if checkpoints:
+        impl.mark_copies_enqueued()
         snapshots.restore_state(coordinator, sequence, known)
     if lease.mode is ReusePlanMode.HYBRID:
         snapshots.release_restored(coordinator, impl, slot)

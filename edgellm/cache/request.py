@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgellm.cache.lengths import LengthLedger
 from edgellm.cache.types import (
@@ -52,6 +52,25 @@ class StagedHybridPublication:
     snapshots: HybridSnapshotReservation
     point: PublicationPoint
     captured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryCall:
+    """What the runtime asked an MTP hook for; a policy may do that, or nothing.
+
+    Attributes:
+        length: tokens of the checkpoint to publish, or None to restore a hidden row.
+        row: of `hidden_states[slot]`, to save or to restore.
+    """
+
+    slot: int
+    length: int | None
+    hidden_states: Any
+    row: int
+
+    def same_as(self, slot: int, length: int | None, hidden_states: Any, row: int) -> bool:
+        asked = (self.slot, self.length, self.row) == (slot, length, row)
+        return asked and self.hidden_states is hidden_states
 
 
 class SequenceState:
@@ -204,12 +223,15 @@ class Impl:
 
     __slots__ = (
         "_awaiting",
+        "_copying",
         "_pending",
         "_phase",
+        "boundary_call",
         "chains",
         "commit_policy",
         "compaction",
         "dropped",
+        "hook_slot",
         "is_container",
         "leases",
         "lengths",
@@ -240,7 +262,9 @@ class Impl:
         self.replay_tail_length = 0
         self.is_container = False
         self.dropped = False  # its handle was collected; the next call of the coordinator abandons it
-        self.step: PolicyStep | None = None
+        self.step: PolicyStep | None = None  # during a policy hook that is given advances
+        self.hook_slot: int | None = None  # during a policy hook about one sequence
+        self.boundary_call: BoundaryCall | None = None  # during an MTP hook: what the runtime asked for
         self.compaction = _Compaction()
         self.refused_slot: int | None = None
         self.sequences: list[SequenceState] = []
@@ -250,6 +274,7 @@ class Impl:
         self._phase = Phase.ADMITTED
         self._pending = False
         self._awaiting = False
+        self._copying = False
 
     # --- queries -----------------------------------------------------------------------------------------
 
@@ -271,6 +296,10 @@ class Impl:
 
     def awaiting_first_spec_completion(self) -> bool:
         return self._awaiting
+
+    def needs_drain(self) -> bool:
+        """Whether the device may still touch its pages: a step is pending, or copies were enqueued at rest."""
+        return self._pending or self._copying
 
     def compaction_outstanding(self) -> bool:
         return self.compaction.batch_size >= 0
@@ -298,13 +327,25 @@ class Impl:
         self._require(Phase.EXECUTING, "mark_device_work_enqueued")
         self._pending = True
 
+    def mark_copies_enqueued(self) -> None:
+        """Rows and copies of one sequence are on their way; the request stays settled.  The next wait covers them."""
+        self._copying = True
+
     def mark_device_work_synchronized(self) -> None:
         """The stream is known to be idle."""
-        self._pending = False
+        self._pending = self._copying = False
 
     def mark_device_work_resolved_without_sync(self) -> None:
         """The work is provably complete and nothing asynchronous remains."""
-        self._pending = False
+        self._pending = self._copying = False
+
+    def work_state(self) -> tuple[bool, bool, bool]:
+        """What is under way, for `restore_work_state`."""
+        return self._pending, self._awaiting, self._copying
+
+    def restore_work_state(self, state: tuple[bool, bool, bool]) -> None:
+        """Put it back after a policy hook about one sequence: the step is everybody's, and ends later."""
+        self._pending, self._awaiting, self._copying = state
 
     def begin_spec_draft_init(self) -> None:
         self._require(Phase.EXECUTING, "begin_spec_draft_init")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_GENERATED = (PublicationPoint.DECODE_BLOCK, PublicationPoint.DECODE_END)
+
 
 def storage_of(coordinator: ContextCacheCoordinator) -> Any:
     """The snapshot storage of a checkpoint deployment."""
@@ -44,7 +46,8 @@ def storage_of(coordinator: ContextCacheCoordinator) -> Any:
 def prepare_state(coordinator: ContextCacheCoordinator, impl: Impl, slot: int) -> None:
     """Zero the resident's recurrent state, or restore the checkpoint its lease is bound to.
 
-    The pins of a plain checkpoint go at once; those of an MTP lease stay until its boundary hidden row was restored.
+    The pins of a plain checkpoint go at once.  Those of an MTP lease stay, because its boundary hidden row is still to
+    be restored: until its next checkpoint is published, or its prompt is complete.
     """
     sequence, storage = impl.sequences[slot], storage_of(coordinator)
     if sequence.lease.recurrent_snapshot_slot is None:
@@ -88,7 +91,47 @@ def release_restored(coordinator: ContextCacheCoordinator, impl: Impl, slot: int
 def reserve_hybrid_capture(
     coordinator: ContextCacheCoordinator, impl: Impl, slot: int, length: int, point: PublicationPoint
 ) -> bool:
-    """Reserve snapshot slots for a plain checkpoint at `length`, the length the resident's state stands at.
+    """Reserve snapshot slots for a plain checkpoint on behalf of a policy, at `length`, where the state stands.
+
+    A hook that is given advances applies them first, and reserves for complete prompts; a hook about one sequence
+    reserves for that one.  Of all others the device may hold more than the ledger says.
+
+    Skips, returns and raises as `reserve_capture`.
+
+    Raises:
+        ContractViolation: the state of the sequence may stand elsewhere than its ledger says.
+        InvalidArgumentError: `length` is not the committed length.
+    """
+    require_slot(impl, slot)
+    if not _may_capture(impl, slot, length, point):
+        return False
+    _require_standing(impl, slot, length)
+    return reserve_capture(coordinator, impl, slot, length, point)
+
+
+def _require_standing(impl: Impl, slot: int, length: int) -> None:
+    """The ledger of `slot` says `length`, and the device stands there."""
+    step = impl.step
+    unsettled = step is not None and not (step.applied and impl.lengths.finalized[slot])
+    if unsettled or impl.hook_slot not in (None, slot):
+        raise ContractViolation(
+            f"slot {slot}: its state may be ahead of its ledger here; capture it after `apply`, or in its own hook"
+        )
+    committed = int(impl.lengths.committed[slot])
+    if length != committed:
+        raise InvalidArgumentError(f"slot {slot}: a checkpoint at {length}, and its state stands at {committed}")
+
+
+def _may_capture(impl: Impl, slot: int, length: int, point: PublicationPoint) -> bool:
+    lengths = impl.lengths
+    allowed = lengths.publishes_generated if point in _GENERATED else lengths.publishes
+    return bool(allowed[slot]) and length > impl.sequences[slot].published_exact_length
+
+
+def reserve_capture(
+    coordinator: ContextCacheCoordinator, impl: Impl, slot: int, length: int, point: PublicationPoint
+) -> bool:
+    """Reserve snapshot slots for a plain checkpoint at `length`, where a step that just ran left the state.
 
     Skipped for lookup bypass, for generated state under PREFILL_STATE_ONLY, when a checkpoint at least that long is
     published, and (counted) when the snapshot pools are busy.
@@ -100,26 +143,23 @@ def reserve_hybrid_capture(
         InvalidArgumentError: the state of the sequence does not stand at `length`.
     """
     require_slot(impl, slot)
-    sequence, lengths = impl.sequences[slot], impl.lengths
-    generated = point in (PublicationPoint.DECODE_BLOCK, PublicationPoint.DECODE_END)
-    allowed = lengths.publishes_generated if generated else lengths.publishes
-    if not allowed[slot] or length <= sequence.published_exact_length:
+    if not _may_capture(impl, slot, length, point):
         return False
+    sequence, lengths = impl.sequences[slot], impl.lengths
     if sequence.lease.mode is not ReusePlanMode.HYBRID:
         raise ContractViolation(f"slot {slot} takes no plain checkpoint; its lease is {sequence.lease.mode.value}")
     if sequence.staged_hybrid_publication is not None:
         raise ContractViolation(f"slot {slot} has an unpublished checkpoint; publish it before capturing the next")
     committed = int(lengths.committed[slot])
-    low, high = (committed, committed) if generated else (committed, int(lengths.num_tokens[slot]))
-    if not low <= length <= high:
-        raise InvalidArgumentError(f"slot {slot}: a checkpoint at {length} must be from {low} to {high}")
-    return _stage(coordinator, sequence, length, point, generated)
+    high = committed if point in _GENERATED else int(lengths.num_tokens[slot])
+    if not committed <= length <= high:
+        raise InvalidArgumentError(f"slot {slot}: a checkpoint at {length} must be from {committed} to {high}")
+    return _stage(coordinator, sequence, length, point)
 
 
-def _stage(
-    coordinator: ContextCacheCoordinator, sequence: SequenceState, length: int, point: PublicationPoint, ended: bool
-) -> bool:
+def _stage(coordinator: ContextCacheCoordinator, sequence: SequenceState, length: int, point: PublicationPoint) -> bool:
     needs_partial = coordinator.profile.has_attention and length % coordinator.page_size != 0
+    coordinator.tell_time()
     reservation = coordinator._manager.reserve_hybrid_snapshots(sequence.lease, needs_partial)
     if reservation is None:
         count_pressure(coordinator)
@@ -158,13 +198,20 @@ def enqueue_capture(coordinator: ContextCacheCoordinator, impl: Impl, slot: int)
 
 
 def capture_staged(coordinator: ContextCacheCoordinator, impl: Impl) -> ContextCacheCoordinatorStatus:
-    """Enqueue every staged copy and wait once for all of them; resolve without waiting when nothing is staged."""
+    """Enqueue every staged copy and wait once for all of them; resolve without waiting when nothing is staged.
+
+    Raises:
+        ContractViolation, InvalidArgumentError: a state has moved on since it was reserved for.
+    """
     staged = _staged_slots(impl)
     if not staged:
         impl.mark_device_work_resolved_without_sync()
         return ContextCacheCoordinatorStatus.OK
     for slot in staged:
-        enqueue_capture(coordinator, impl, slot)
+        capture = impl.sequences[slot].staged_hybrid_publication
+        if capture is not None and not capture.captured:
+            _require_standing(impl, slot, capture.checkpoint.exact_length)
+            enqueue_capture(coordinator, impl, slot)
     coordinator.counters.hybrid_capture_synchronizations += 1
     return synchronize(coordinator, impl)
 

@@ -84,10 +84,12 @@ class HybridSnapshotStorage:
         self._recurrent = [_like(slab, self.num_recurrent_slots) for slab in self._live]
         self._base_partial = [_like(slab, self.num_partial_slots) for slab in self._base_pages]
         self._draft_partial = [_like(slab, self.num_partial_slots) for slab in self._draft_pages]
-        self._live_rows, self._recurrent_rows = _Rows(self._live), _Rows(self._recurrent)
-        self._base_partial_rows, self._draft_partial_rows = _Rows(self._base_partial), _Rows(self._draft_partial)
-        self._base_rows = _Rows(self._base_pages, remember=False)  # pages are too many to keep views of each
-        self._draft_rows = _Rows(self._draft_pages, remember=False)
+        self._live_rows, self._recurrent_rows = _row_pair(self._live, self._recurrent)
+        # live pages are too many to keep views of each
+        self._base_rows, self._base_partial_rows = _row_pair(self._base_pages, self._base_partial, remember_live=False)
+        self._draft_rows, self._draft_partial_rows = _row_pair(
+            self._draft_pages, self._draft_partial, remember_live=False
+        )
         self._hidden = (
             torch.zeros((self.num_recurrent_slots, hidden_width), dtype=hidden_dtype, device=self._live[0].device)
             if hidden_width
@@ -231,14 +233,13 @@ def tensor_fingerprint(tensors: Iterable[torch.Tensor]) -> str:
 
 
 class _Rows:
-    """`rows[i]` is row i of every slab, as views of one integer dtype where their bytes allow it.
+    """`rows[i]` is row i of every slab.
 
-    One dtype lets torch copy all slabs in one launch.  Where rows are few their views are remembered, because making
-    them costs more than the copy.
+    Where rows are few their views are remembered, because making them costs more than the copy.
     """
 
     def __init__(self, slabs: Sequence[torch.Tensor], *, remember: bool = True) -> None:
-        self._slabs = [_as_words(slab) for slab in slabs]
+        self._slabs = slabs
         self._remember = remember
         self._known: dict[int, list[torch.Tensor]] = {}
 
@@ -251,11 +252,28 @@ class _Rows:
         return views
 
 
+def _row_pair(
+    live: Sequence[torch.Tensor], stored: Sequence[torch.Tensor], *, remember_live: bool = True
+) -> tuple[_Rows, _Rows]:
+    """Rows of live slabs and of those that hold their copies, as views of one integer dtype where both sides allow it.
+
+    One dtype lets torch copy all slabs in one launch.  A slab and its copy are always of one dtype and shape: of two
+    that differ, torch would convert the values.
+    """
+    pairs = [
+        (_as_words(slab), _as_words(copy)) if _in_words(slab) and _in_words(copy) else (slab, copy)
+        for slab, copy in zip(live, stored, strict=True)
+    ]
+    return _Rows([slab for slab, _ in pairs], remember=remember_live), _Rows([copy for _, copy in pairs])
+
+
+def _in_words(slab: torch.Tensor) -> bool:
+    """Whether the rows of a slab are whole 8-byte words, one behind the other."""
+    return slab.is_contiguous() and _row_bytes([slab]) % 8 == 0 and slab.data_ptr() % 8 == 0
+
+
 def _as_words(slab: torch.Tensor) -> torch.Tensor:
-    """(rows, words) int64 view of a slab; the slab itself where it is not contiguous or not whole words."""
-    row_bytes = slab[0].numel() * slab.element_size()
-    if not slab.is_contiguous() or row_bytes % 8 or slab.data_ptr() % 8:
-        return slab
+    """(rows, words) int64 view of a slab."""
     return slab.view(slab.shape[0], -1).view(torch.int64)
 
 

@@ -244,14 +244,14 @@ def test_a_hook_about_one_sequence_does_not_end_the_step_of_all(flavour, policy)
     toy.close()
 
 
-class ArmsInASteps(BaseEndpointPolicy):
+class ArmsInAStep(BaseEndpointPolicy):
     def on_decode_completed(self, request, *arguments):
         self.begin_draft_init(request)
         return super().on_decode_completed(request, *arguments)
 
 
 def test_arming_a_draft_that_does_not_exist_is_a_fault():
-    toy = driver("attention", ArmsInASteps)
+    toy = driver("attention", ArmsInAStep)
     sequence = toy.admit(PROMPT)
     prefill_and_step(toy, sequence)
     assert not toy.request.impl.awaiting_first_spec_completion()
@@ -362,3 +362,56 @@ def test_the_hidden_row_is_restored_whatever_the_policy_does(policy):
     assert later.reuse.reused_tokens == len(PROMPT) + len(ENDING)
     prefill_and_step(toy, later)
     toy.close()
+
+
+class AppendsToTheChain(BaseEndpointPolicy):
+    """Puts a token that nobody accepted between those of the sequence, once."""
+
+    def on_decode_completed(self, request, *arguments):
+        status = super().on_decode_completed(request, *arguments)
+        sequence = request.sequence(0)
+        if sequence.num_tokens == len(PROMPT) + 2:
+            sequence.chain.append(5)
+        return status
+
+
+def test_a_token_that_nobody_accepted_leaves_the_chain_again():
+    """Blocks behind it would be found under other tokens than their state is of."""
+    toy = driver("attention", AppendsToTheChain, check=False)
+    sequence = toy.admit(PROMPT)
+    prefill_and_step(toy, sequence)
+    for _ in range(8):
+        toy.step()
+    assert toy.request.sequence(0).token_ids.tolist() == sequence.tokens
+    assert failures(toy) == 1
+    toy.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("checkpoint_interval_tokens", 0),
+        ("checkpoint_interval_tokens", -4),
+        ("checkpoint_interval_tokens", 2.5),
+        ("policy_deadline_seconds", 0),
+    ],
+)
+def test_a_config_that_policies_cannot_count_with_is_refused(field, value):
+    with pytest.raises(InvalidArgumentError, match=f"{field} is {value}"):
+        Rig(**{field: value})
+
+
+def test_a_capture_that_raises_leaves_nothing_reserved(monkeypatch):
+    toy = driver("hybrid")
+    sequence = toy.admit(PROMPT)
+    coordinator, request, free = toy.coordinator, toy.request, toy.coordinator.manager.pools.recurrent.free_count
+    assert coordinator.prepare_decode_step(request, toy.headroom, []) is OK
+    with monkeypatch.context() as patched:
+        patched.setattr(toy.machine.storage, "capture_recurrent", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            coordinator.enqueue_prefill_captures(request)
+    assert request.sequence(0).staged_hybrid_publication is None
+    assert coordinator.manager.pools.recurrent.free_count == free
+    assert coordinator.enqueue_prefill_captures(request) is OK
+    assert request.sequence(0).staged_hybrid_publication.checkpoint.exact_length == len(sequence.prompt)
+    request.abandon()

@@ -64,7 +64,7 @@ def test_a_sequence_without_its_look_ahead_token_cannot_decode():
     rig.chunk(handle, 1, 3)  # two prompt tokens are still to be computed
     assert rig.coordinator.prepare_decode_step(handle, HEADROOM, [0]) is OK
     with pytest.raises(
-        InvalidArgumentError, match=r"^slot 1 has 5 tokens and 3 committed, it is not at a decode rest point"
+        InvalidArgumentError, match=r"^slot 1 has 5 tokens and 3 committed, it is not at a"
     ):
         rig.coordinator.complete_decode_step(handle, [Advance([1], 7), Advance([2], 4)])
     assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([1, HOLD_TOKEN])) is OK

@@ -1,0 +1,184 @@
+"""After a faulty policy: the chains name the tokens that were reported, under the sequence's own identity."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_rig import HEADROOM, OK, VOCAB, Rig
+
+from edgellm._core.block_hash import TokenChain
+from edgellm.builtin.base_endpoint import BaseEndpointPolicy
+from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
+from edgellm.cache.types import ContextCacheSequenceAdvance, Hash128
+from edgellm.errors import ContractViolation
+from edgellm.plugins import PolicyRegistration
+from edgellm.testing.recount import recount
+
+
+def prompt(length, seed=1):
+    return [(seed * 31 + 7 * i * i + i) % VOCAB for i in range(length)]
+
+
+def rig_with(policy):
+    return Rig(policies=[PolicyRegistration("test", policy, lambda profile, speculative: True, 0, "test")])
+
+
+class AppendsToTheChain(BaseEndpointPolicy):
+    """Puts a token of its own into the chain, after a chunk (at rest) or in a decode step; fails where it says so."""
+
+    where = "chunk"
+
+    def on_prefill_chunk(self, request, slot):
+        if self.where == "chunk":
+            request.impl.chains[slot].append(1)
+            raise RuntimeError("half way")
+        return super().on_prefill_chunk(request, slot)
+
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        if self.where == "decode":
+            request.impl.chains[0].append(1)
+            raise RuntimeError("half way")
+        return super().on_decode_completed(request, advances, publishable_completed_slots, common_state_lengths)
+
+
+class AppendsInDecode(AppendsToTheChain):
+    where = "decode"
+
+
+def same_chain(chain, tokens, extras, media):
+    """Tokens and identity: every block hash, and the key under which the sequence's namespace is found."""
+    expected = TokenChain(chain.page_size, extras, media)
+    expected.extend(tokens)
+    hashes = [chain.hash_at(i) for i in range(chain.num_blocks)]
+    assert chain.token_ids().tolist() == list(tokens)
+    assert hashes == [expected.hash_at(i) for i in range(expected.num_blocks)]
+    return True
+
+
+MEDIA = [None, Hash128(5, 6), Hash128(5, 7), None, None, Hash128(5, 8)]
+
+
+@pytest.mark.parametrize("media", [(), MEDIA], ids=["text", "media"])
+def test_a_chain_that_a_policy_lengthened_is_rebuilt_under_the_same_identity(media):
+    rig = rig_with(AppendsToTheChain)
+    handle = rig.container()
+    other = rig.join(handle, prompt(9, 2), 1)
+    assert other.status is OK
+    rig.join(handle, prompt(6), 0, salt=3, per_position_media_hash=media)
+    untouched = handle.impl.chains[0]
+    sequence = handle.sequence(1)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    assert rig.coordinator.advance_prefill(handle, 1, 5) is OK
+    assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([HOLD_TOKEN] * 2)) is OK
+    assert sequence.chain is handle.impl.chains[1]
+    assert (sequence.num_tokens, sequence.committed_state_length) == (6, 5)
+    assert same_chain(sequence.chain, prompt(6), sequence.key_extras, media)
+    assert handle.impl.chains[0] is untouched
+    assert rig.coordinator.metrics().policy_failures == 1
+    recount(rig.coordinator)
+
+
+def test_a_lying_step_leaves_the_reported_token_under_the_same_identity():
+    rig = rig_with(AppendsInDecode)
+    handle = rig.container()
+    rig.join(handle, prompt(7), 0, salt=3)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    assert rig.coordinator.advance_prefill(handle, 0, 7) is OK
+    first = ContextCacheSequenceAdvance([20], 7)
+    assert rig.coordinator.finalize_sequence_admission(handle, 0, first) is OK
+    assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([HOLD_TOKEN])) is OK
+    sequence = handle.sequence(0)
+    assert same_chain(sequence.chain, [*prompt(7), 20], sequence.key_extras, ())
+    recount(rig.coordinator)
+
+
+class RaisesInDecode(BaseEndpointPolicy):
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        if OneTokenAdvances([HOLD_TOKEN] * len(advances)).token_ids.tolist() != advances.token_ids.tolist():
+            raise RuntimeError("a bug in a plugin")
+        return super().on_decode_completed(request, advances, publishable_completed_slots, common_state_lengths)
+
+
+def test_who_held_while_a_policy_raised_has_the_tokens_it_had_and_goes_on_publishing():
+    rig = rig_with(RaisesInDecode)
+    handle = rig.container()
+    for slot in (0, 1):
+        rig.join(handle, prompt(5 + slot, slot + 1), slot)
+        rig.chunk(handle, slot, 5 + slot)
+    held = handle.sequence(1).token_ids.tolist()
+    tokens = rig.decode(handle, hold=[1])
+    assert tokens[1] == HOLD_TOKEN
+    assert handle.sequence(1).token_ids.tolist() == held
+    assert (handle.sequence(1).num_tokens, handle.sequence(1).committed_state_length) == (7, 6)
+    assert handle.impl.lengths.silenced[:2].tolist() == [True, False]
+    assert (handle.sequence(0).num_tokens, handle.sequence(0).committed_state_length) == (7, 6)
+    assert handle.sequence(0).token_ids.tolist()[-1] == tokens[0]
+
+
+class AppliesTwice(BaseEndpointPolicy):
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        status = super().on_decode_completed(request, advances, publishable_completed_slots, common_state_lengths)
+        with pytest.raises(
+            ContractViolation, match=r"^the advances of this step were applied before; apply them once$"
+        ):
+            self.apply(request, advances)
+        with pytest.raises(ContractViolation, match=r"^a policy may apply only the advances that its hook was given$"):
+            self.apply(request, OneTokenAdvances(advances.token_ids))
+        return status
+
+
+def test_a_step_is_applied_once():
+    rig = rig_with(AppliesTwice)
+    handle = rig.container()
+    rig.join(handle, prompt(5), 0)
+    rig.chunk(handle, 0, 5)
+    rig.decode(handle)
+    assert (handle.sequence(0).num_tokens, handle.sequence(0).committed_state_length) == (7, 6)
+    assert rig.coordinator.metrics().policy_failures == 0
+
+
+class ClaimsMoreInCommon(BaseEndpointPolicy):
+    """Says that two more tokens of its sequence are common than were reported; not a word about the others."""
+
+    def on_prefill_chunk(self, request, slot):
+        request.impl.lengths.common[slot] += 2
+
+
+def test_a_common_length_beyond_what_was_reported_is_put_back_and_charged():
+    rig = rig_with(ClaimsMoreInCommon)
+    handle = rig.container()
+    rig.join(handle, prompt(9, 2), 1)
+    rig.join(handle, prompt(9), 0)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    assert rig.coordinator.advance_prefill(handle, 1, 5) is OK
+    lengths = handle.impl.lengths
+    assert lengths.common[:2].tolist() == lengths.committed[:2].tolist() == lengths.proven[:2].tolist() == [0, 5]
+    assert lengths.silenced[:2].tolist() == [False, True]
+    assert rig.coordinator.metrics().policy_failures == 1
+    assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([HOLD_TOKEN] * 2)) is OK
+    recount(rig.coordinator)
+
+
+class MovesTheLedger(BaseEndpointPolicy):
+    """Applies its step, then moves one length of it."""
+
+    column, by = "committed", -1
+
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        status = super().on_decode_completed(request, advances, publishable_completed_slots, common_state_lengths)
+        getattr(request.impl.lengths, self.column)[0] += self.by
+        return status
+
+
+@pytest.mark.parametrize(("column", "by"), [("committed", -1), ("committed", 1), ("num_tokens", 1), ("common", 1)])
+def test_one_length_that_a_step_hook_moved_is_put_back_and_charged(column, by):
+    rig = rig_with(type("Policy", (MovesTheLedger,), {"column": column, "by": by}))
+    handle = rig.container()
+    rig.join(handle, prompt(5), 0)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    assert rig.coordinator.advance_prefill(handle, 0, 5) is OK
+    assert rig.coordinator.finalize_sequence_admission(handle, 0, ContextCacheSequenceAdvance([20], 5)) is OK
+    assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([HOLD_TOKEN])) is OK
+    assert rig.coordinator.metrics().policy_failures == 1  # a step of holds is a step too
+    lengths = handle.impl.lengths
+    assert (int(lengths.committed[0]), int(lengths.num_tokens[0]), int(lengths.common[0])) == (5, 6, 5)
+    recount(rig.coordinator)
