@@ -26,6 +26,7 @@ def synchronize(coordinator: ContextCacheCoordinator, impl: Impl) -> ContextCach
     A failed wait poisons: whether the device still writes is unknown, and the drain of the request decides.
     """
     if coordinator._quarantine.drain(impl):
+        impl.lengths.draft_unproven[: impl.lengths.size] = False
         return ContextCacheCoordinatorStatus.OK
     coordinator._quarantine.poison("a stream could not be drained")
     return ContextCacheCoordinatorStatus.POISONED
@@ -142,6 +143,8 @@ def require_proven(impl: Impl, slot: int, length: int) -> None:
     Raises:
         InvalidArgumentError: it did not; the policy moved the ledger by other means than its helpers.
     """
+    if impl.lengths.draft_unproven[slot]:
+        raise InvalidArgumentError(f"slot {slot}: the draft pass over its prompt is not proven complete; freeze it")
     proven = int(impl.lengths.proven[slot])
     if length > proven:
         raise InvalidArgumentError(f"slot {slot}: {length} tokens were to be published, and {proven} are final")

@@ -13,6 +13,7 @@ from edgellm.cache.types import (
     ContextCacheSequenceAdmission,
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
+    ReusePlanMode,
 )
 from edgellm.errors import ContractViolation, InvalidArgumentError
 from edgellm.log import get_logger
@@ -112,6 +113,7 @@ def finalize_sequence_admission(
     impl.lengths.finalized[slot] = True
     common = advance.committed_state_length if common_state_length is None else common_state_length
     impl.lengths.common[slot] = impl.lengths.proven[slot] = common
+    impl.lengths.draft_unproven[slot] = impl.leases[slot].mode is ReusePlanMode.SPEC
     return policy_calls.call_slot_hook(
         coordinator, request, slot, lambda policy: policy.on_sequence_finalized(request, slot)
     )

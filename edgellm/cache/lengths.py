@@ -24,7 +24,7 @@ _INT_FIELDS = (
     "offered_blocks",
     "recorded_blocks",
 )
-_BOOL_FIELDS = ("finalized", "ended", "sealed", "silenced", "publishes", "publishes_generated")
+_BOOL_FIELDS = ("finalized", "draft_unproven", "ended", "sealed", "silenced", "publishes", "publishes_generated")
 
 
 class LengthLedger:
@@ -42,6 +42,8 @@ class LengthLedger:
             over from another.
         recorded_blocks: blocks of the last endpoint offered for retention.
         finalized: the prompt is complete (a ghost joiner is not).
+        draft_unproven: its prompt is complete and the draft pass over it may still be queued; nothing of it may be
+            published before a verification or a wait.
         ended: reported as ended normally; it takes part in no further step.
         sealed: its unfilled last page was given to the index; the lease can only be released.
         silenced: a fault of the publication policy was charged to it; no hook is called for it any more.
@@ -61,6 +63,7 @@ class LengthLedger:
     offered_blocks: Int64Array
     recorded_blocks: Int64Array
     finalized: BoolArray
+    draft_unproven: BoolArray
     ended: BoolArray
     sealed: BoolArray
     silenced: BoolArray
@@ -91,7 +94,9 @@ class LengthLedger:
         self.coverage[index] = coverage
         self.draft_coverage[index] = draft_coverage
         self.offered_blocks[index] = self.recorded_blocks[index] = 0
-        self.finalized[index] = self.ended[index] = self.sealed[index] = self.silenced[index] = False
+        self.finalized[index] = self.draft_unproven[index] = self.ended[index] = self.sealed[index] = self.silenced[
+            index
+        ] = False
         self.publishes[index] = publishes
         self.publishes_generated[index] = publishes and publishes_generated
         self.size += 1

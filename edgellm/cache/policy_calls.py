@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from edgellm.cache import snapshots
 from edgellm.cache.advances import participants, took_part
 from edgellm.cache.policy import LedgerOnlyPolicy, PublicationPolicy
-from edgellm.cache.policy_step import LedgerAtRest, PolicyStep, mend_chains, prove_step, settle_ledger
+from edgellm.cache.policy_step import LedgerAtRest, PolicyStep, mend_chains, prove_prompts, prove_step, settle_ledger
 from edgellm.cache.types import ContextCacheCoordinatorStatus
 from edgellm.errors import FOREIGN_ERRORS, BrokenInvariantError, PluginError
 from edgellm.log import get_logger
@@ -78,7 +78,7 @@ def call_prefill_finalized(
     impl = request.impl
     call = _Call(coordinator, impl, hook, answers=False, slots=lambda: participants(advances))
     call.step = PolicyStep(impl, advances)
-    prove_step(impl, call.step, common_state_lengths)
+    prove_prompts(impl, call.step, common_state_lengths)
 
     def forgotten() -> list[int]:
         awaiting = impl.awaiting_first_spec_completion()
@@ -223,17 +223,27 @@ class _Call:
 def timed(policy: PublicationPolicy, hook: Hook) -> tuple[Any, str | None, int]:
     """What the hook answered, what it raised, and how long it took (nanoseconds).
 
-    An invariant error is ours, not the plugin's: it propagates.
+    An invariant error that edgellm raised is ours, not the plugin's: it propagates.
     """
     started = time.perf_counter_ns()
     try:
         status = hook(policy)
-    except BrokenInvariantError:
-        raise
     except FOREIGN_ERRORS as error:
+        if isinstance(error, BrokenInvariantError) and _is_ours(error):
+            raise
         logger.exception("publication policy %s raised", name_of(policy))
         return None, describe_error(error), time.perf_counter_ns() - started
     return status, None, time.perf_counter_ns() - started
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the error was raised in edgellm's own code, not in the plugin's."""
+    frame = error.__traceback__
+    if frame is None:
+        return False
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "edgellm"
 
 
 def name_of(policy: PublicationPolicy) -> str:
@@ -253,12 +263,18 @@ def charge_time(
     coordinator.counters.policy_deadline_overruns += 1
     name, taken = name_of(impl.policy), elapsed_ns / 1e6
     logger.warning("publication policy %s took %.1f ms, the deadline is %.1f", name, taken, deadline * 1e3)
-    for slot in slots():
+    for slot in slots() or _charged_for_nobody(impl):
         sequence = impl.sequences[slot]
         sequence.policy_overruns += 1
         if sequence.policy_overruns > OVERRUNS_ALLOWED and impl.lengths.publishes[slot]:
             logger.error("slot %d goes on unpublished: its policy was too slow %d times", slot, OVERRUNS_ALLOWED + 1)
             switch_off(coordinator, impl, slot)
+
+
+def _charged_for_nobody(impl: Impl) -> Sequence[int]:
+    """Whom time is charged to that a policy took in hooks about nobody: in the end, to everybody who is there."""
+    impl.overruns_about_nobody += 1
+    return range(len(impl.sequences)) if impl.overruns_about_nobody > OVERRUNS_ALLOWED else ()
 
 
 def _switch_policy(

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgellm._core.block_hash import TokenChain
 from edgellm.cache.advances import OneTokenAdvances, apply_advances, is_hold, took_part
-from edgellm.cache.types import ContextCacheSequenceAdvance
+from edgellm.cache.types import ContextCacheSequenceAdvance, ReusePlanMode
 from edgellm.errors import ContractViolation
 
 if TYPE_CHECKING:
@@ -88,7 +88,25 @@ def settle_ledger(impl: Impl, step: PolicyStep) -> list[int]:
 
 
 def prove_step(impl: Impl, step: PolicyStep, common_state_lengths: Sequence[int] | None) -> None:
-    """Remember what the runtime reported as final in this step, before a policy sees the ledger."""
+    """Remember what the runtime reported as final in this decode step, before a policy sees the ledger.
+
+    A verification proves the draft pass over a prompt: for a joiner the first one it takes part in, for the prompts of
+    a batch any, since they were initialised before all of them.
+    """
+    _prove_lengths(impl, step, common_state_lengths)
+    unproven = impl.lengths.draft_unproven
+    for slot in np.flatnonzero(unproven[: impl.lengths.size]).tolist():
+        unproven[slot] = impl.sequences[slot].joined and not took_part(step.advances, slot)
+
+
+def prove_prompts(impl: Impl, step: PolicyStep, common_state_lengths: Sequence[int] | None) -> None:
+    """The same for the complete prompts of a batch, whose draft pass may still be queued."""
+    _prove_lengths(impl, step, common_state_lengths)
+    for slot, lease in enumerate(impl.leases):
+        impl.lengths.draft_unproven[slot] = lease.mode is ReusePlanMode.SPEC
+
+
+def _prove_lengths(impl: Impl, step: PolicyStep, common_state_lengths: Sequence[int] | None) -> None:
     proven = impl.lengths.proven[: impl.lengths.size]
     if common_state_lengths is not None:
         common = np.asarray(common_state_lengths, np.int64)

@@ -236,6 +236,7 @@ class Impl:
         "leases",
         "lengths",
         "lookup_policy",
+        "overruns_about_nobody",
         "owner",
         "publication_policy",
         "refused_slot",
@@ -255,6 +256,7 @@ class Impl:
         self.stream = stream
         self.publication_policy: PublicationPolicy | None = None
         self.speculative_request = False
+        self.overruns_about_nobody = 0
         self.tracks_common = False  # base and draft state may differ in length; otherwise common is committed
         self.token_state_contract = DecodingTokenStateContract.COMMITTED_PLUS_LOOKAHEAD
         self.lookup_policy = ContextCacheLookupPolicy.USE_CACHE

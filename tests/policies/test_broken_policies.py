@@ -34,7 +34,7 @@ TEXT = {"test_text_equals_the_solo_twin"}
 # policy, deployment, the tests that must fail, words that must be in a message
 TABLE = [
     (broken.PublishesThePromptAtItsFirstChunk, ATTENTION, EARLY, "publishes state only once it is complete"),
-    (broken.PublishesBeforeTheDraftIsProven, EAGLE, EARLY, "tokens were published when"),
+    (broken.PublishesBeforeTheDraftIsProven, EAGLE, RAISES, "is not proven complete"),
     (
         broken.PublishesBatchesBeforeTheDraftIsProven,
         EAGLE,

@@ -20,7 +20,9 @@ from edgellm.cache.types import (
     ContextCacheCoordinatorStatus,
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
+    PublicationPoint,
 )
+from edgellm.errors import InvariantError
 from edgellm.plugins import PolicyRegistration
 from edgellm.session.types import ResidentRef
 from edgellm.testing.toy_driver import ToyDriver
@@ -392,3 +394,64 @@ def test_a_policy_that_writes_the_ledger_publishes_nothing_that_is_not_written(p
     for sequence in (liar, found):
         assert sequence.generated == solo_run(sequence.prompt, len(sequence.generated), driver.model)
     driver.close()
+
+
+class RaisesOurOwnError(BaseEndpointPolicy):
+    """Blames the runtime: an error that only the runtime's own code may raise."""
+
+    def on_sequence_finalized(self, request, slot):
+        raise InvariantError("not yours to raise")
+
+
+def test_an_invariant_error_of_the_policys_own_making_is_its_fault():
+    driver = ToyDriver(ATTENTION, page_size=PAGE, policies=[registration_of(RaisesOurOwnError)])
+    sequence = driver.admit([BAIT, 2, 3, 4, 5])
+    driver.prefill(sequence)
+    driver.step()
+    assert driver.coordinator.metrics().policy_failures == 1
+    assert sequence.generated == solo_run(sequence.prompt, len(sequence.generated), driver.model)
+    driver.finish(sequence)
+    driver.close()
+
+
+class DawdlesWhereNobodyIsMeant(BaseEndpointPolicy):
+    def on_terminalize(self, request):
+        time.sleep(0.01)
+        return super().on_terminalize(request)
+
+
+def test_time_taken_for_nobody_in_particular_is_charged_to_everybody_present():
+    config = ContextCacheConfig(policy_deadline_seconds=0.001)
+    driver = ToyDriver(ATTENTION, page_size=PAGE, config=config, policies=[registration_of(DawdlesWhereNobodyIsMeant)])
+    staying = driver.admit([BAIT, 2, 3, 4, 5])
+    driver.prefill(staying)
+    for number in range(2 * 3):  # each one that leaves brings a compaction, and with it the hook
+        leaving = driver.admit([30 + number, 2, 3, 4, 5])
+        driver.prefill(leaving)
+        driver.finish(leaving)
+        publishing = bool(driver.request.impl.lengths.publishes[0])
+        assert publishing == (driver.coordinator.metrics().policy_deadline_overruns < 5)
+    assert not publishing
+    driver.finish(staying)
+    driver.close()
+
+
+class PublishesBeforeTheProof(EagleSpecPolicy):
+    def on_sequence_finalized(self, request, slot):
+        common = request.sequence(slot).common_state_length
+        self.publish_spec_endpoint(request, slot, common, PublicationPoint.PREFILL_END)
+
+
+def test_a_prompt_is_not_published_before_its_draft_pass_is_proven():
+    driver = ToyDriver(EAGLE, speculative=True, page_size=PAGE, policies=[registration_of(PublishesBeforeTheProof)])
+    sequence = driver.admit([BAIT, *range(2, 10)])
+    driver.prefill(sequence)
+    assert driver.coordinator.metrics().policy_failures == 1
+    driver.step()
+    assert sequence.generated == solo_run(sequence.prompt, len(sequence.generated), driver.model)
+    driver.finish(sequence)
+    driver.close()
+
+
+def registration_of(policy):
+    return PolicyRegistration("odd", policy, lambda *_: True, 10, "test")
