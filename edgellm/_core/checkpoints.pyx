@@ -340,6 +340,8 @@ cdef int64_t resume_deeper(CacheState state, CacheRequestLease lease, TokenChain
     state.check_overlap(lease, chain, lease.published_block_count)
     if lease.paired:
         limit = min(limit, <Py_ssize_t>lease.draft_pages.size() - 1)
+    if limit < lease.published_block_count:
+        return committed        # no page of its own behind the published blocks to restore the unfilled one into
     found = find_path(state, lease, chain, limit)
     place = _deeper_checkpoint(state, lease, chain, committed, found, &blocks)
     if place == NO_RECORD:

@@ -133,7 +133,9 @@ class CacheModel(ManagerModel):
         limit = min((len(symbols) - 1) // self.page_size, len(lease.pages) - 1)
         if paired:
             limit = min(limit, len(lease.draft_pages) - 1)
-        nodes = self.match(lease.namespace, symbols, max(limit, lease.published))
+        if limit < lease.published:
+            return committed  # no page of its own behind the published blocks to restore the unfilled one into
+        nodes = self.match(lease.namespace, symbols, limit)
         record = next(self.usable_checkpoints(lease.mode, lease.namespace, nodes, symbols), None)
         if record is None or record.length <= committed:
             return committed

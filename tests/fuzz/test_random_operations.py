@@ -60,3 +60,9 @@ def test_command_line_reports_operations_leaks_and_time(capsys: pytest.CaptureFi
     assert "hybrid: " in text
     assert " 0 leaks" in text
     assert "seed 5" in text
+
+
+def test_a_checkpoint_without_a_page_behind_it_is_not_resumed() -> None:
+    """Found by the long run: after 46,725 operations a lease without a draft page of its own went on from one."""
+    report = run_flavour(FLAVOURS["hybrid-mtp"], 47_000, 1, 16)
+    assert report.leaks == 0
