@@ -218,10 +218,11 @@ def doctor(
 
 @app.command()
 def plugins() -> None:
-    """List plugins: name, version, API range, what they register, status."""
+    """List plugins: name, version, API range, what they register, status; then the order in which they are asked."""
     from edgellm.plugins import PluginStatus, load_plugins
 
-    reports = load_plugins(strict=False).reports
+    loaded = load_plugins(strict=False)
+    reports = loaded.reports
     styles = {PluginStatus.FAILED: "bold red", PluginStatus.SKIPPED: "yellow"}
     table = Table(box=box.SIMPLE_HEAVY, padding=(0, 1, 0, 0))
     for heading in ("name", "package", "version", "API", "registers", "status"):
@@ -232,6 +233,14 @@ def plugins() -> None:
         hooks = "\n".join(hook.rsplit("_", 1)[-1] for hook in report.hooks) or "nothing"
         table.add_row(report.name, report.distribution, report.version, api, hooks, Text(report.status.value, style))
     out.print(table)
+    asked = {
+        "policies": [(policy.name, policy.priority) for policy in loaded.policies],
+        "decoders": [(decoder.name, decoder.priority) for decoder in loaded.decoders],
+    }
+    for what, entries in asked.items():
+        in_order = sorted(entries, key=lambda entry: -entry[1])
+        shown = ", ".join(f"{name} ({priority})" for name, priority in in_order)
+        out.print(f"{what}, the first that serves a request (priority): {shown}")
     for report in reports:
         if report.reason:
             out.print(f"{report.name}: {report.reason}")

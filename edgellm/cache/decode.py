@@ -13,6 +13,7 @@ from edgellm.cache.policy_step import PolicyStep
 from edgellm.cache.prefill import check_common
 from edgellm.cache.types import (
     ContextCacheCoordinatorStatus,
+    ContextCacheLookupPolicy,
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
 )
@@ -66,10 +67,13 @@ def complete_step(
 
 
 def _note_withheld(coordinator: ContextCacheCoordinator, impl: Impl, slot: int) -> None:
-    """A sequence that ended with its generated blocks unpublished: the first of them is where a lookup will stop."""
+    """A sequence that ended with computed blocks unpublished: the first of them is where a lookup will stop.
+
+    Its commit policy, its publication policy or a fault of the latter kept them back; a bypass leaves no trace.
+    """
     lengths = impl.lengths
-    if not lengths.publishes[slot] or lengths.publishes_generated[slot]:
+    if impl.sequences[slot].lookup_policy is ContextCacheLookupPolicy.BYPASS:
         return
-    first = int(lengths.offered_blocks[slot])
+    first = impl.leases[slot].published_block_count
     if first < int(lengths.committed[slot]) // coordinator.page_size:
         coordinator._manager.note_withheld(impl.chains[slot], first)

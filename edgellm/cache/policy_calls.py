@@ -182,7 +182,7 @@ class _Call:
         if fault is None and not left:
             return status if self.answers else Status.OK
         mend_chains(impl)
-        charged = left if fault is None else sorted({*self.slots(), *left})
+        charged = left if fault is None else sorted({*self.slots(), *left}) or _charged_for_nobody(impl)
         return _switch_policy(coordinator, impl, charged, fault or "it forgot to publish what it armed", step)
 
     def _policy(self) -> PublicationPolicy | None:
@@ -272,9 +272,9 @@ def charge_time(
 
 
 def _charged_for_nobody(impl: Impl) -> Sequence[int]:
-    """Whom time is charged to that a policy took in hooks about nobody: in the end, to everybody who is there."""
-    impl.overruns_about_nobody += 1
-    return range(len(impl.sequences)) if impl.overruns_about_nobody > OVERRUNS_ALLOWED else ()
+    """Whom a policy's faults and delays in hooks about nobody are charged to: the third time, everybody there."""
+    impl.faults_about_nobody += 1
+    return range(len(impl.sequences)) if impl.faults_about_nobody > OVERRUNS_ALLOWED else ()
 
 
 def _switch_policy(

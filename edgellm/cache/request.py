@@ -87,6 +87,7 @@ class SequenceState:
     """
 
     __slots__ = (
+        "__weakref__",
         "_lengths",
         "boundary_restored",
         "branch_point",
@@ -231,12 +232,12 @@ class Impl:
         "commit_policy",
         "compaction",
         "dropped",
+        "faults_about_nobody",
         "hook_slot",
         "is_container",
         "leases",
         "lengths",
         "lookup_policy",
-        "overruns_about_nobody",
         "owner",
         "publication_policy",
         "refused_slot",
@@ -256,7 +257,7 @@ class Impl:
         self.stream = stream
         self.publication_policy: PublicationPolicy | None = None
         self.speculative_request = False
-        self.overruns_about_nobody = 0
+        self.faults_about_nobody = 0
         self.tracks_common = False  # base and draft state may differ in length; otherwise common is committed
         self.token_state_contract = DecodingTokenStateContract.COMMITTED_PLUS_LOOKAHEAD
         self.lookup_policy = ContextCacheLookupPolicy.USE_CACHE

@@ -89,7 +89,7 @@ class RequestEngine:
         self._thread.start()
         self._exit_hook = functools.partial(_stop_at_exit, self._channel, self._thread)
         atexit.register(self._exit_hook)
-        self._finalizer = weakref.finalize(self, _abandon, self._channel, self._exit_hook)
+        self._finalizer = weakref.finalize(self, _abandon, self._channel)
         self._finalizer.atexit = False
         self._actor.started.wait()
         if self._actor.start_error is not None:
@@ -235,12 +235,12 @@ def _stop_at_exit(channel: EngineChannel, thread: threading.Thread) -> None:
     thread.join()
 
 
-def _abandon(channel: EngineChannel, exit_hook: Callable[[], None]) -> None:
+def _abandon(channel: EngineChannel) -> None:
     """An engine that nobody shut down was collected.
 
-    Does not wait: the collector runs on any thread, at any point, perhaps inside a lock the actor needs.
+    Does not wait: the collector runs on any thread, at any point, perhaps inside a lock the actor needs.  The exit
+    hook stays: a thread that still runs when the interpreter is torn down ends the process with an abort.
     """
-    atexit.unregister(exit_hook)
     pending = channel.pending
     channel.begin_shutdown(ShutdownMode.CANCEL)
     if pending:

@@ -103,7 +103,9 @@ def check_retention(retention: object) -> None:
     if not isinstance(retention, Retention):
         raise AdmissionError(f"retention is a {type(retention).__name__}; pass an edgellm.Retention")
     if not isinstance(retention.priority, RetentionPriority):
-        raise AdmissionError(f"retention priority is {retention.priority!r}; pass a RetentionPriority")
+        raise AdmissionError(
+            f"retention priority is {retention.priority!r}; pass RetentionPriority.LOW, NORMAL or HIGH"
+        )
     ttl = retention.ttl_seconds
     if ttl is None:
         return

@@ -21,6 +21,7 @@ from edgellm.cache.types import (
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
     PublicationPoint,
+    ReuseStopReason,
 )
 from edgellm.errors import InvariantError
 from edgellm.plugins import PolicyRegistration
@@ -450,6 +451,29 @@ def test_a_prompt_is_not_published_before_its_draft_pass_is_proven():
     driver.step()
     assert sequence.generated == solo_run(sequence.prompt, len(sequence.generated), driver.model)
     driver.finish(sequence)
+    driver.close()
+
+
+class PromptsOnly(BaseEndpointPolicy):
+    def on_decode_completed(self, request, advances, *_):
+        self.apply(request, advances)
+        self.mark_resolved(request)
+        return Status.OK
+
+
+def test_what_a_policy_kept_back_is_named_where_a_lookup_stops():
+    driver = ToyDriver(ATTENTION, page_size=PAGE, policies=[registration_of(PromptsOnly)])
+    first = driver.admit(range(20, 20 + 2 * PAGE))
+    driver.prefill(first)
+    for _ in range(2 * PAGE):
+        driver.step()
+    history = [*first.prompt, *first.generated]
+    driver.step(finish=[first])
+    second = driver.admit([*history, 3])
+    assert (second.reuse.reused_tokens, second.reuse.stop_position) == (2 * PAGE, 2 * PAGE)
+    assert second.reuse.stop_reason is ReuseStopReason.POLICY
+    driver.prefill(second)
+    driver.finish(second)
     driver.close()
 
 

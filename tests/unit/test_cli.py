@@ -172,6 +172,7 @@ def test_plugins_lists_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.exit_code == 0
     for word in ("base-endpoint", "vanilla", "builtin", "decoders", "policies", "1.1-1.1"):
         assert word in result.output
+    assert "policies, the first that serves a request (priority): base-endpoint (0)" in result.output
 
 
 def test_plugins_fit_80_columns_without_breaking_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
