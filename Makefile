@@ -12,8 +12,13 @@ SOURCES := setup.py pyproject.toml constraints.txt $(PLUGIN_PROJECTS) $(shell fi
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Tiny models run faster with one thread; the default model's tests and the benches set their own.
 TEST_ENV := OMP_NUM_THREADS=1
+# Line and branch coverage of the cache and of the policies: the tests that are about them, without the slow ones.
+COVERED := edgellm.cache,edgellm_eagle,edgellm_hybrid,edgellm_shared_kv,edgellm_template
+COVERAGE_TESTS := $(addprefix tests/unit/test_,cache_deployment.py cache_invariants.py checkpoint_plan.py common_state.py \
+	growth.py manager_view.py policy_faults_mended.py publication_helpers.py rank_session.py request_adapter.py) \
+	$(wildcard tests/unit/test_coordinator*.py) tests/policies/test_isolation.py plugins
 
-.PHONY: help demo test dev build debug matrix lint unit kernels parity bench benchsmoke wheelcheck clean
+.PHONY: help demo test dev build debug matrix lint unit coverage mutation kernels parity bench benchsmoke wheelcheck clean
 
 help:
 	@echo "make demo        install, fetch the default model, chat over a document cold and warm"
@@ -21,6 +26,8 @@ help:
 	@echo "make dev         environment with the development tools, extensions built in place"
 	@echo "make lint        ruff, mypy, cython-lint"
 	@echo "make unit        the test suite alone"
+	@echo "make coverage    line and branch coverage of the cache and the policies, with its floor"
+	@echo "make mutation    mutation testing of the same (an hour; not part of make test)"
 	@echo "make debug       core tests on a build with checks and assertions"
 	@echo "make matrix      core tests on every Python 3.10 to 3.13 that is installed"
 	@echo "make parity      many prompts against transformers' reference tokens"
@@ -54,6 +61,7 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory kernels
 	$(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory coverage
 	$(MAKE) --no-print-directory benchsmoke
 	$(MAKE) --no-print-directory debug
 	$(MAKE) --no-print-directory matrix
@@ -68,6 +76,16 @@ lint: $(VENV)/.dev
 
 unit: build
 	$(TEST_ENV) $(PY) -m pytest -q -m "not slow"
+
+coverage: build
+	@rm -f .coverage
+	$(TEST_ENV) $(PY) -m coverage run --branch --source=$(COVERED) -m pytest -q -m "not slow" \
+		-k "not Conformance and not soak and not memory_that_runs_out_anywhere" $(COVERAGE_TESTS)
+	$(PY) tools/coverage_floor.py
+
+mutation: build
+	$(PIP_INSTALL) "mutmut>=3.8"
+	$(PY) tools/mutation.py
 
 debug: $(VENV)/.dev
 	$(PY) tools/core_check.py --debug

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgellm.cache.types import (
     ContextCacheBatchAdmission,
@@ -94,20 +95,32 @@ def check_sequence(
     check_resident_free(coordinator, admission.resident)
 
 
+def _is_finite_time(seconds: Any) -> bool:
+    return bool(0 < seconds < float("inf"))
+
+
 def _check_retention(retention: Retention) -> None:
     _require_member("retention", retention, Retention)
     _require_member("retention.priority", retention.priority, RetentionPriority)
-    if retention.ttl_seconds is not None and not 0 < retention.ttl_seconds < float("inf"):
-        raise InvalidArgumentError(f"ttl_seconds is {retention.ttl_seconds}; pass a positive number, or None")
+    ttl: Any = retention.ttl_seconds
+    if ttl is None:
+        return
+    if isinstance(ttl, bool) or not isinstance(ttl, numbers.Real) or not _is_finite_time(ttl):
+        raise InvalidArgumentError(f"ttl_seconds is {ttl!r}; pass a positive number, or None")
+
+
+def is_integer(value: object) -> bool:
+    """An integer of Python or numpy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _check_boundaries(admission: ContextCacheSequenceAdmission, num_tokens: int) -> None:
     tail = admission.replay_tail_length
-    if tail is not None and not 0 <= tail <= num_tokens:
-        raise InvalidArgumentError(f"replay_tail_length is {tail}; it must be from 0 to the prompt's {num_tokens}")
+    if tail is not None and not (is_integer(tail) and 0 <= tail <= num_tokens):
+        raise InvalidArgumentError(f"replay_tail_length is {tail!r}; it must be from 0 to the prompt's {num_tokens}")
     for boundary in admission.checkpoint_boundaries:
-        if not 0 < boundary <= num_tokens:
-            raise InvalidArgumentError(f"checkpoint boundary {boundary} must be from 1 to the prompt's {num_tokens}")
+        if not (is_integer(boundary) and 0 < boundary <= num_tokens):
+            raise InvalidArgumentError(f"checkpoint boundary {boundary!r} must be from 1 to the prompt's {num_tokens}")
 
 
 def check_resident_free(coordinator: ContextCacheCoordinator, resident: ResidentRef) -> None:

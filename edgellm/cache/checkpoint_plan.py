@@ -35,7 +35,9 @@ def place_checkpoints(
         template_boundaries=sequence.template_boundaries,
         replay_tail_length=sequence.replay_tail_length,
     )
-    answer, fault, elapsed = timed(impl.policy, lambda policy: _placed(policy.plan_checkpoints(context), context))
+    answer, fault, elapsed = timed(
+        coordinator, impl, impl.policy, lambda policy: _placed(policy.plan_checkpoints(context), context)
+    )
     charge_time(coordinator, impl, lambda: [sequence.index], elapsed)
     if fault is None:
         sequence.wanted_checkpoints = answer

@@ -107,6 +107,7 @@ class ContextCacheCoordinator:
         self.page_size = deployment.page_size
         self.clock = clock
         self.expiry_in_use = False
+        self.hook_request: Impl | None = None  # whose policy hook runs now
         self.counters = ContextCacheMetrics()
         self.registrations = tuple(load_plugins().policies if policies is None else policies)
         chosen = [choose_policy(self.registrations, profile, kind) for kind in {False, profile.is_speculative}]
@@ -213,6 +214,7 @@ class ContextCacheCoordinator:
         Raises:
             CallerError: wrong arguments.  Nothing was changed.
         """
+        self.refuse_in_hook("begin_request")
         self._collect_dropped()
         if stream is not self.stream:
             raise InvalidArgumentError("begin_request got another stream than the coordinator's; pass that one")
@@ -300,6 +302,7 @@ class ContextCacheCoordinator:
 
         False means the coordinator is poisoned: there was nothing to retract, or clearing the row failed.
         """
+        self.refuse_in_hook("retract_sequence_admission")
         return joining.retract_sequence_admission(self, request)
 
     # --- prefill -----------------------------------------------------------------------------------------
@@ -320,7 +323,7 @@ class ContextCacheCoordinator:
 
         Those behind the committed length are gone; empty where no checkpoints exist.
         """
-        impl = self._impl(request)
+        impl = request.impl
         committed = request.sequence(slot).committed_state_length
         return tuple(length for length in impl.sequences[slot].wanted_checkpoints if length > committed)
 
@@ -541,6 +544,7 @@ class ContextCacheCoordinator:
         if not request.valid():
             return Status.OK
         self._impl(request)
+        self.refuse_in_hook("finish")
         return ending.finish(self, request)
 
     def _abandon(self, impl: Impl) -> None:
@@ -552,6 +556,7 @@ class ContextCacheCoordinator:
         Returns:
             POISONED while a drain fails, REQUEST_FAILED while requests are live, else OK.
         """
+        self.refuse_in_hook("shutdown")
         self._collect_dropped()
         return ending.shutdown(self)
 
@@ -560,11 +565,13 @@ class ContextCacheCoordinator:
 
         False when a stream cannot be drained; the poison stays.
         """
+        self.refuse_in_hook("recover")
         self._collect_dropped()
         return ending.recover(self)
 
     def close(self) -> None:
         """End of life.  Raises BrokenInvariantError with live or quarantined requests: end them first."""
+        self.refuse_in_hook("close")
         if self._closed:
             return
         self._collect_dropped()
@@ -594,7 +601,13 @@ class ContextCacheCoordinator:
             self._occupied.pop(sequence.resident.slot, None)
         self._live.pop(id(impl), None)
 
+    def refuse_in_hook(self, call: str) -> None:
+        """A policy publishes through its helpers; it does not drive the coordinator that calls it."""
+        if self.hook_request is not None:
+            raise ContractViolation(f"{call} was called from a policy hook; a policy uses its own helpers only")
+
     def _impl(self, request: RequestHandle) -> Impl:
+        self.refuse_in_hook("the coordinator")
         impl = request.impl
         if impl.owner is not self:
             raise ContractViolation("the request belongs to another coordinator; use the one that began it")

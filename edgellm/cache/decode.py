@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from edgellm.cache import admission as admitting
-from edgellm.cache import policy_calls
+from edgellm.cache import policy_calls, snapshots
 from edgellm.cache.advances import check_completed_slots, check_decode_advances
 from edgellm.cache.growth import grow_for_step
 from edgellm.cache.policy_step import PolicyStep
@@ -63,7 +63,18 @@ def complete_step(
     )
     for slot in completed_slots:
         _note_withheld(coordinator, impl, slot)
+    _drop_unreached(coordinator, impl)
     return status
+
+
+def _drop_unreached(coordinator: ContextCacheCoordinator, impl: Impl) -> None:
+    """Checkpoints that were captured behind chunks which came to nothing: no later step may publish them."""
+    if not coordinator.profile.uses_checkpoint_reuse:
+        return
+    for slot, sequence in enumerate(impl.sequences):
+        staged = sequence.staged_hybrid_publication
+        if staged is not None and staged.checkpoint.exact_length > int(impl.lengths.committed[slot]):
+            snapshots.drop_staged(coordinator, sequence)
 
 
 def _note_withheld(coordinator: ContextCacheCoordinator, impl: Impl, slot: int) -> None:

@@ -36,6 +36,8 @@ def admit_sequence(
 ) -> AdmitSequenceResult:
     """Look up, lease, bind exactly the joiner's rows, and enqueue the copies that put it at its prefill start."""
     admitting.check_headroom(headroom, paired=coordinator.runs_paired_draft(impl.speculative_request))
+    if not admitting.is_integer(reserve_pages) or reserve_pages < 0:
+        raise InvalidArgumentError(f"reserve_pages is {reserve_pages!r}; pass an integer of 0 or more")
     if coordinator.poisoned:
         return AdmitSequenceResult(Status.POISONED)
     limit = coordinator.deployment.max_batch_size

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from edgellm.cache import boundary, endpoints, snapshots, spec_endpoints
 from edgellm.cache.policy_step import apply_step
 from edgellm.cache.types import ContextCacheCoordinatorStatus, ContextCacheSequenceAdvance, PublicationPoint
-from edgellm.errors import PluginError
+from edgellm.errors import ContractViolation, PluginError
 
 if TYPE_CHECKING:
     from edgellm.cache.coordinator import ContextCacheCoordinator
-    from edgellm.cache.request import RequestHandle
+    from edgellm.cache.request import Impl, RequestHandle
 
 Status = ContextCacheCoordinatorStatus
 
@@ -133,6 +133,13 @@ class PublicationPolicy(ABC):
         """Hybrid with MTP only: restore the saved boundary hidden row."""
         raise PluginError(f"policy {self.name!r} has no MTP boundary; hybrid MTP needs edgellm-hybrid")
 
+    def _own(self, request: RequestHandle) -> Impl:
+        """The request a helper is used for: while a hook runs, only the one it was called for."""
+        impl, hook_request = request.impl, self.coordinator.hook_request
+        if hook_request is not None and impl is not hook_request:
+            raise ContractViolation("a policy hook serves the request it was called for, and no other")
+        return impl
+
     # --- helpers for authors: the ledger -----------------------------------------------------------------
 
     def apply(self, request: RequestHandle, advances: Sequence[ContextCacheSequenceAdvance]) -> None:
@@ -141,53 +148,53 @@ class PublicationPolicy(ABC):
         Raises:
             ContractViolation: these are not the advances that the hook was given, or they were applied before.
         """
-        apply_step(request.impl, advances)
+        apply_step(self._own(request), advances)
 
     def mark_resolved(self, request: RequestHandle) -> None:
         """The step's work is complete: the runtime has waited for it (or a verification round did).
 
         For hooks that are given advances, and `on_terminalize`: a hook about one sequence ends no step.
         """
-        request.impl.mark_device_work_resolved_without_sync()
+        self._own(request).mark_device_work_resolved_without_sync()
 
     def synchronize(self, request: RequestHandle) -> ContextCacheCoordinatorStatus:
         """Wait for the request's stream.  OK, or POISONED when the wait failed; return that from the hook."""
-        return endpoints.synchronize(self.coordinator, request.impl)
+        return endpoints.synchronize(self.coordinator, self._own(request))
 
     # --- helpers for authors: blocks and endpoints -------------------------------------------------------
 
     def publish_ready_endpoint(self, request: RequestHandle, slot: int, point: PublicationPoint) -> None:
         """Publish the committed full blocks of one sequence; see `endpoints.publish_ready_endpoint`."""
-        endpoints.publish_ready_endpoint(self.coordinator, request.impl, slot, point)
+        endpoints.publish_ready_endpoint(self.coordinator, self._own(request), slot, point)
 
     def publish_generated(self, request: RequestHandle, completed: Sequence[int]) -> None:
         """After a decode step: endpoints of the ended sequences, and every block that became full.
 
         Right for every flavour; with draft state it stops at the common length.
         """
-        endpoints.publish_generated(self.coordinator, request.impl, completed)
+        endpoints.publish_generated(self.coordinator, self._own(request), completed)
 
     # --- helpers for authors: draft state ----------------------------------------------------------------
 
     def publish_spec_endpoint(self, request: RequestHandle, slot: int, common: int, point: PublicationPoint) -> None:
         """Publish base and draft blocks up to `common`; see `spec_endpoints.publish_spec_endpoint`."""
-        spec_endpoints.publish_spec_endpoint(self.coordinator, request.impl, slot, common, point)
+        spec_endpoints.publish_spec_endpoint(self.coordinator, self._own(request), slot, common, point)
 
     def set_common(self, request: RequestHandle, common_state_lengths: Sequence[int] | None) -> None:
         """Set the common lengths after `apply`; None takes the committed ones (a draft that borrows base state)."""
-        spec_endpoints.set_common_lengths(request.impl, common_state_lengths)
+        spec_endpoints.set_common_lengths(self._own(request), common_state_lengths)
 
     def freeze_prefill(self, request: RequestHandle, slot: int) -> None:
         """Remember the common length of `slot` now, to be published when a verification proves it complete."""
-        spec_endpoints.freeze_prefill(request.impl, slot)
+        spec_endpoints.freeze_prefill(self._own(request), slot)
 
     def begin_draft_init(self, request: RequestHandle) -> None:
         """A batch's ordered draft initialisation awaits its first verification round; the work stays pending."""
-        request.impl.begin_spec_draft_init()
+        self._own(request).begin_spec_draft_init()
 
     def end_draft_init(self, request: RequestHandle) -> None:
         """The first verification round (or a wait) proved the draft initialisation complete."""
-        request.impl.end_spec_draft_init()
+        self._own(request).end_spec_draft_init()
 
     def publish_frozen(
         self, request: RequestHandle, advances: Sequence[ContextCacheSequenceAdvance] | None = None
@@ -198,18 +205,18 @@ class PublicationPolicy(ABC):
             advances: of a completed step; in a container only those who took part in it are proven complete.  None
                 means the stream was waited for: everybody.
         """
-        spec_endpoints.publish_frozen(self.coordinator, request.impl, advances)
+        spec_endpoints.publish_frozen(self.coordinator, self._own(request), advances)
 
     # --- helpers for authors: recurrent checkpoints -------------------------------------------------------
 
     def release_restored(self, request: RequestHandle, slot: int) -> None:
         """Unpin the checkpoint `slot` was restored from; its copies are ordered before anything that follows."""
-        snapshots.release_restored(self.coordinator, request.impl, slot)
+        snapshots.release_restored(self.coordinator, self._own(request), slot)
 
     def reserve_hybrid_capture(self, request: RequestHandle, slot: int, length: int, point: PublicationPoint) -> bool:
         """Reserve snapshot slots for a checkpoint at `length`, the committed one; see
         `snapshots.reserve_hybrid_capture`."""
-        return snapshots.reserve_hybrid_capture(self.coordinator, request.impl, slot, length, point)
+        return snapshots.reserve_hybrid_capture(self.coordinator, self._own(request), slot, length, point)
 
     def capture_staged(self, request: RequestHandle) -> ContextCacheCoordinatorStatus:
         """Copy every reserved checkpoint and wait once for all of them; nothing reserved costs nothing.
@@ -217,11 +224,11 @@ class PublicationPolicy(ABC):
         Returns:
             OK (a step's work is resolved), or POISONED when the wait failed: return that from the hook.
         """
-        return snapshots.capture_staged(self.coordinator, request.impl)
+        return snapshots.capture_staged(self.coordinator, self._own(request))
 
     def publish_staged(self, request: RequestHandle, slot: int) -> None:
         """Publish the captured checkpoint of `slot`, when there is one."""
-        snapshots.publish_staged(self.coordinator, request.impl, slot)
+        snapshots.publish_staged(self.coordinator, self._own(request), slot)
 
     # --- helpers for authors: hybrid with MTP -------------------------------------------------------------
 
@@ -230,14 +237,16 @@ class PublicationPolicy(ABC):
     ) -> ContextCacheCoordinatorStatus:
         """Capture, wait and publish the MTP checkpoint at `length`; see `boundary.publish_boundary`."""
         return boundary.publish_boundary(
-            self.coordinator, request.impl, slot, length, base_hidden_states, boundary_hidden_row
+            self.coordinator, self._own(request), slot, length, base_hidden_states, boundary_hidden_row
         )
 
     def restore_boundary(
         self, request: RequestHandle, slot: int, base_hidden_states: Any, destination_row: int
     ) -> ContextCacheCoordinatorStatus:
         """Copy the saved hidden row to `[slot, destination_row, :]`, in stream order, without waiting."""
-        return boundary.restore_boundary(self.coordinator, request.impl, slot, base_hidden_states, destination_row)
+        return boundary.restore_boundary(
+            self.coordinator, self._own(request), slot, base_hidden_states, destination_row
+        )
 
 
 class LedgerOnlyPolicy(PublicationPolicy):

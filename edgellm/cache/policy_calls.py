@@ -163,7 +163,7 @@ class _Call:
         work = impl.work_state()
         impl.step, impl.hook_slot = step, self.own_slot
         try:
-            status, fault, elapsed = timed(policy, self.hook)
+            status, fault, elapsed = timed(coordinator, impl, policy, self.hook)
         finally:
             impl.step = impl.hook_slot = None
         behind = settle_ledger(impl, step) if step is not None else []
@@ -220,12 +220,15 @@ class _Call:
         return "it left its step pending" if pending and not awaiting else None
 
 
-def timed(policy: PublicationPolicy, hook: Hook) -> tuple[Any, str | None, int]:
+def timed(
+    coordinator: ContextCacheCoordinator, impl: Impl, policy: PublicationPolicy, hook: Hook
+) -> tuple[Any, str | None, int]:
     """What the hook answered, what it raised, and how long it took (nanoseconds).
 
     An invariant error that edgellm raised is ours, not the plugin's: it propagates.
     """
     started = time.perf_counter_ns()
+    coordinator.hook_request = impl
     try:
         status = hook(policy)
     except FOREIGN_ERRORS as error:
@@ -233,6 +236,8 @@ def timed(policy: PublicationPolicy, hook: Hook) -> tuple[Any, str | None, int]:
             raise
         logger.exception("publication policy %s raised", name_of(policy))
         return None, describe_error(error), time.perf_counter_ns() - started
+    finally:
+        coordinator.hook_request = None
     return status, None, time.perf_counter_ns() - started
 
 

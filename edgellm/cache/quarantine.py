@@ -61,7 +61,7 @@ class Quarantine:
         except Exception:
             logger.exception("a stream could not be drained")
             return False
-        if drained is False:
+        if drained is not None and not drained:
             return False
         self.failed_waits -= 1
         return True

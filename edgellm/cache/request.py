@@ -464,6 +464,7 @@ class RequestHandle:
     def abandon(self) -> None:
         """Drop the request without finishing it: drain, then release; publishes nothing.  Never raises."""
         if self._impl is not None:
+            self._impl.owner.refuse_in_hook("abandon")
             impl = self.take()
             impl.owner._abandon(impl)
 

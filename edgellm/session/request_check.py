@@ -7,6 +7,7 @@ Pure: nothing is tokenised and nothing is modified.  `UnsupportedRequestError` f
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,10 @@ def check_cache_salt(salt: object) -> None:
         _check_text(salt, "cache_salt", MAX_CACHE_SALT_BYTES)
 
 
+def _is_finite_time(seconds: Any) -> bool:
+    return bool(0 < seconds < math.inf)
+
+
 def check_retention(retention: object) -> None:
     """A `Retention` with a known priority and a time to live above 0 seconds, or none.
 
@@ -106,10 +111,10 @@ def check_retention(retention: object) -> None:
         raise AdmissionError(
             f"retention priority is {retention.priority!r}; pass RetentionPriority.LOW, NORMAL or HIGH"
         )
-    ttl = retention.ttl_seconds
+    ttl: Any = retention.ttl_seconds
     if ttl is None:
         return
-    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl < math.inf:
+    if isinstance(ttl, bool) or not isinstance(ttl, numbers.Real) or not _is_finite_time(ttl):
         raise AdmissionError(f"retention ttl_seconds is {ttl!r}; pass a number of seconds above 0, or None")
 
 

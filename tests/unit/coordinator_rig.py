@@ -66,6 +66,7 @@ class FlakySynchronizer:
         self.calls = 0
 
     def __call__(self, stream):
+        assert stream is not None, "a wait for no stream"
         self.calls += 1
         if self.failing and self.raises:
             raise OSError("device lost")

@@ -16,10 +16,13 @@ from edgellm.cache.request import RequestHandle
 from edgellm.cache.types import (
     ContextCacheCommitPolicy,
     ContextCacheConfig,
+    ContextCacheCoordinatorStatus,
     ContextCacheSequenceAdvance,
+    DecodingKvHeadroom,
     PublicationPoint,
 )
 from edgellm.errors import ContractViolation, InvalidArgumentError, InvariantError, PluginError
+from edgellm.session.types import ResidentRef
 from edgellm.testing.recount import recount
 from edgellm.testing.toy_driver import FLAVOURS, ToyDriver
 from edgellm.testing.toy_model import HIDDEN_WIDTH
@@ -63,9 +66,7 @@ def test_a_sequence_without_its_look_ahead_token_cannot_decode():
     rig.join(handle, prompt(5, 2), 1)
     rig.chunk(handle, 1, 3)  # two prompt tokens are still to be computed
     assert rig.coordinator.prepare_decode_step(handle, HEADROOM, [0]) is OK
-    with pytest.raises(
-        InvalidArgumentError, match=r"^slot 1 has 5 tokens and 3 committed, it is not at a"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"^slot 1 has 5 tokens and 3 committed, it is not at a"):
         rig.coordinator.complete_decode_step(handle, [Advance([1], 7), Advance([2], 4)])
     assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([1, HOLD_TOKEN])) is OK
     recount(rig.coordinator)
@@ -148,6 +149,9 @@ def test_a_joiner_that_no_pool_can_ever_hold_is_not_told_to_wait():
     assert small.last_admission.insufficient_capacity
     assert small.admit(prompt(13, 2)) is None
     assert not small.last_admission.insufficient_capacity
+    admission = small.admission(prompt(16, 2), ResidentRef(0, 99))
+    one_each = DecodingKvHeadroom(1, 1)  # 17 positions, and four draft pages hold 16
+    assert not small.coordinator.admit_sequence(small.request, admission, one_each).insufficient_capacity
 
 
 # --- helpers for policies ------------------------------------------------------------------------------------
@@ -412,3 +416,28 @@ def test_a_policy_whose_name_raises_is_called_by_its_class():
     rig = Rig()
     assert name_of(BaseEndpointPolicy(rig.coordinator)) == repr(BaseEndpointPolicy(rig.coordinator).name)
     assert name_of(Nameless(rig.coordinator)) == "Nameless"
+
+
+def test_a_boundary_whose_wait_fails_keeps_its_snapshots_until_the_drain():
+    driver = driver_for("mtp")
+    driver.admit(prompt(9))
+    publish = boundary_step(driver, 8)
+    pools = driver.coordinator.manager.pools
+    driver.sync.failing = True
+    assert publish() is ContextCacheCoordinatorStatus.POISONED
+    assert driver.coordinator.poisoned
+    assert (pools.recurrent.free_count, pools.partial.free_count) == (7, 7)  # the device may still write there
+    assert driver.request.sequence(0).published_exact_length == 0
+    assert driver.coordinator.metrics().current_records == 0
+    driver.request.abandon()
+    driver.sync.failing = False
+    assert driver.coordinator.shutdown() is OK
+    assert (pools.recurrent.free_count, pools.partial.free_count) == (8, 8)
+
+
+def test_a_boundary_may_stand_at_the_first_token():
+    driver = driver_for("mtp")
+    driver.admit(prompt(9))
+    publish = boundary_step(driver, 1)
+    assert publish() is OK
+    assert driver.request.sequence(0).published_exact_length == 1

@@ -7,9 +7,11 @@ from coordinator_rig import HEADROOM, OK, VOCAB, Rig
 
 from edgellm._core.block_hash import TokenChain
 from edgellm.builtin.base_endpoint import BaseEndpointPolicy
-from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
+from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances, apply_advances
+from edgellm.cache.binding import Rows
+from edgellm.cache.policy_calls import _is_ours
 from edgellm.cache.types import ContextCacheSequenceAdvance, Hash128
-from edgellm.errors import ContractViolation
+from edgellm.errors import ContractViolation, InvariantError
 from edgellm.plugins import PolicyRegistration
 from edgellm.testing.recount import recount
 
@@ -182,3 +184,104 @@ def test_one_length_that_a_step_hook_moved_is_put_back_and_charged(column, by):
     lengths = handle.impl.lengths
     assert (int(lengths.committed[0]), int(lengths.num_tokens[0]), int(lengths.common[0])) == (5, 6, 5)
     recount(rig.coordinator)
+
+
+class MovesTheLedgerAtRest(BaseEndpointPolicy):
+    """Moves one length in a hook that is given no advances."""
+
+    column, by = "committed", 1
+
+    def on_prefill_chunk(self, request, slot):
+        getattr(request.impl.lengths, self.column)[slot] += self.by
+
+
+@pytest.mark.parametrize(("column", "by"), [("committed", 1), ("committed", -1), ("num_tokens", 1), ("num_tokens", -1)])
+def test_one_length_that_a_hook_at_rest_moved_is_put_back_and_charged(column, by):
+    rig = rig_with(type("Policy", (MovesTheLedgerAtRest,), {"column": column, "by": by}))
+    handle = rig.container()
+    for slot in (0, 1):
+        rig.join(handle, prompt(9, slot + 1), slot)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    assert rig.coordinator.advance_prefill(handle, 1, 5) is OK
+    lengths = handle.impl.lengths
+    assert lengths.committed[:2].tolist() == [0, 5]
+    assert lengths.num_tokens[:2].tolist() == [9, 9]
+    assert lengths.silenced[:2].tolist() == [False, True]
+    assert rig.coordinator.metrics().policy_failures == 1
+
+
+class AppliesByOtherMeans(BaseEndpointPolicy):
+    def apply(self, request, advances):
+        apply_advances(request.impl, advances)
+
+
+def test_a_policy_that_moves_the_ledger_rightly_by_other_means_is_not_charged():
+    rig = rig_with(AppliesByOtherMeans)
+    handle = rig.container()
+    for slot in (0, 1):
+        rig.join(handle, prompt(5 + slot, slot + 1), slot)
+        rig.chunk(handle, slot, 5 + slot)
+    for _ in range(4):
+        rig.decode(handle, hold=[1])
+    assert [sequence.num_tokens for sequence in handle.impl.sequences] == [10, 7]
+    assert rig.coordinator.metrics().policy_failures == 0
+    assert rig.manager.index.size == 3  # the second block of the first sequence is an answer's
+
+
+def caught(call):
+    try:
+        call()
+    except InvariantError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_invariant_error_is_ours_where_edgellm_raised_it():
+    def of_a_plugin():
+        raise InvariantError("a plugin's opinion")
+
+    def of_edgellm():
+        _ = Rows(None, None).table
+
+    assert _is_ours(caught(of_edgellm)) is True
+    assert _is_ours(caught(of_a_plugin)) is False
+    assert _is_ours(InvariantError("never raised")) is False
+    for name, expected in (
+        ("edgellm", True),
+        ("edgellm.cache.x", True),
+        ("edgellm_eagle.policy", False),
+        ("x.edgellm", False),
+    ):
+        namespace = {"__name__": name, "InvariantError": InvariantError}
+        exec("def raising():\n    raise InvariantError('here')", namespace)
+        assert _is_ours(caught(namespace["raising"])) is expected, name
+    nameless = {"InvariantError": InvariantError, "__builtins__": {}}
+    exec("def raising():\n    raise InvariantError('here')", nameless)
+    nameless.pop("__name__", None)
+    assert _is_ours(caught(nameless["raising"])) is False
+
+
+class BreaksAnInvariant(BaseEndpointPolicy):
+    """Leads edgellm's own code into an invariant error, or raises one itself."""
+
+    own = False
+
+    def on_prefill_chunk(self, request, slot):
+        if self.own:
+            raise InvariantError("a plugin's opinion")
+        _ = Rows(None, None).table
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_only_an_invariant_error_of_edgellm_itself_passes_through_a_hook(own):
+    rig = rig_with(type("Policy", (BreaksAnInvariant,), {"own": own}))
+    handle = rig.container()
+    rig.join(handle, prompt(9), 0)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    if own:
+        assert rig.coordinator.advance_prefill(handle, 0, 5) is OK
+        assert rig.coordinator.metrics().policy_failures == 1
+    else:
+        with pytest.raises(InvariantError, match=r"^a pure recurrent deployment has no page table$"):
+            rig.coordinator.advance_prefill(handle, 0, 5)
+        assert rig.coordinator.metrics().policy_failures == 0

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from coordinator_rig import HEADROOM, OK, VOCAB, Rig, all_policies
 
-from edgellm.cache import snapshots, spec_endpoints
-from edgellm.cache.types import ContextCacheConfig, ContextCacheSequenceAdvance, PublicationPoint
-from edgellm.errors import InvalidArgumentError
+from edgellm.cache import endpoints, rebind, snapshots, spec_endpoints
+from edgellm.cache.types import (
+    ContextCacheCommitPolicy,
+    ContextCacheConfig,
+    ContextCacheLookupPolicy,
+    ContextCacheSequenceAdvance,
+    PublicationPoint,
+    ReuseReport,
+    ReuseStopReason,
+)
+from edgellm.errors import ContractViolation, InvalidArgumentError
 from edgellm.testing.toy_driver import FLAVOURS, ToyDriver
 
 
@@ -69,6 +79,10 @@ def test_publications_are_counted_one_by_one():
     counted = rig.coordinator.metrics()
     assert (counted.published_endpoints, counted.publication_attempts) == (3, 3)
     assert (counted.committed_publications, counted.existing_publications) == (2, 1)
+    rig.join(handle, rig_prompt(13, 2), 3)
+    rig.chunk(handle, 3, 1)
+    counted = rig.coordinator.metrics()
+    assert (counted.published_endpoints, counted.existing_publications) == (4, 2)
 
 
 def test_every_wait_for_captures_is_counted():
@@ -99,3 +113,196 @@ def test_common_lengths_of_a_step_are_refused_without_draft_state_and_required_w
         driver.coordinator.complete_decode_step(driver.request, [ContextCacheSequenceAdvance([1], 7)])
     assert driver.request.sequence(0).committed_state_length == 6
     assert driver.coordinator.metrics().policy_failures == 0
+
+
+def stop_reason(rig, tokens):
+    request = rig.begun(rig.admission(tokens, 3))
+    reason = request.sequence(0).reuse_report.stop_reason
+    request.abandon()
+    return reason
+
+
+def test_only_a_whole_block_that_a_commit_policy_kept_back_counts_as_withheld():
+    only_prompt = {"commit": ContextCacheCommitPolicy.PREFILL_STATE_ONLY}
+    for steps, expected in ((2, ReuseStopReason.NO_RECORD), (4, ReuseStopReason.POLICY)):
+        rig = Rig(page_size=4)
+        generated, _ = rig.run(rig_prompt(6), steps, **only_prompt)  # state for one token less than was generated
+        assert stop_reason(rig, [*rig_prompt(6), *generated, 1]) is expected
+
+
+def test_what_a_bypassing_request_computed_was_not_withheld():
+    rig = Rig(page_size=4)
+    generated, _ = rig.run(rig_prompt(6), 4, lookup=ContextCacheLookupPolicy.BYPASS)
+    assert stop_reason(rig, [*rig_prompt(6), *generated, 1]) is ReuseStopReason.NO_RECORD
+
+
+def test_a_publication_that_moves_no_page_sends_no_row():
+    rig = Rig(page_size=4)
+    handle = rig.container()
+    rig.join(handle, rig_prompt(6), 0)
+    rig.chunk(handle, 0, 6)
+    uploads = len(rig.mirror.uploads)
+    rig.decode(handle)
+    rig.decode(handle)  # token 8 completes the second block: it is published, and its page stays where it is
+    assert handle.sequence(0).published_full_block_count == 2
+    assert rig.mirror.uploads[uploads:] == []
+    assert rig.coordinator.metrics().block_publications == 2  # of the chunk, and this one
+
+
+def test_nothing_is_published_from_a_sealed_lease():
+    rig = Rig(page_size=4)
+    handle = rig.container()
+    rig.join(handle, rig_prompt(6), 0)
+    rig.chunk(handle, 0, 6)
+    rig.decode(handle, completed=[0])
+    lengths = handle.impl.lengths
+    assert (handle.impl.leases[0].sealed, bool(lengths.sealed[0])) == (True, True)
+    before = rig.coordinator.metrics()
+    lengths.recorded_blocks[0] = 0  # as if its endpoint were still to be recorded
+    endpoints.publish_ready_endpoint(rig.coordinator, handle.impl, 0, PublicationPoint.DECODE_END)
+    assert rig.coordinator.metrics() == before
+
+
+class Prompt:
+    """What `checkpoint_kind` and `lengths_to_keep` look at: a prompt of 20 tokens, 3 of them volatile."""
+
+    index, replay_tail_length, branch_point = 1, 3, 12
+    lengths = SimpleNamespace(prompt=[0, 20])
+
+    def __init__(self, *boundaries, wanted=()):
+        self.template_boundaries, self.wanted_checkpoints = boundaries, wanted
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "kinds"),
+    [
+        ((), {4: "LADDER", 12: "BRANCH", 16: "LADDER", 17: "TAIL", 18: "TAIL", 20: "TAIL"}),
+        ((6,), {4: "LADDER", 6: "TAIL", 12: "BRANCH", 17: "TAIL"}),
+        ((6, 9, 12), {6: "ANCHOR", 9: "TAIL", 12: "TAIL", 16: "LADDER"}),
+    ],
+)
+def test_the_kind_of_a_checkpoint_says_how_long_it_is_worth_keeping(boundaries, kinds):
+    prompt = Prompt(*boundaries)
+    assert {length: snapshots.checkpoint_kind(prompt, length).name for length in kinds} == kinds
+
+
+def test_a_prompt_keeps_its_own_checkpoints_except_those_at_ends():
+    assert snapshots.lengths_to_keep(Prompt(6, 9, wanted=(4, 6, 9, 12, 20))) == (4, 6, 12)
+
+
+def test_a_policy_reserves_where_the_state_stands_and_is_told_whether_it_did():
+    driver = driver_for("hybrid")
+    for number in (1, 2):
+        driver.admit(prompt(9, number), commit=ContextCacheCommitPolicy.PREFILL_STATE_ONLY)
+    coordinator, impl, reserve = driver.coordinator, driver.request.impl, snapshots.reserve_hybrid_capture
+    assert reserve(coordinator, impl, 0, 0, PublicationPoint.PREFILL_CHUNK) is False  # nothing is there yet
+    with pytest.raises(InvalidArgumentError, match=r"^slot 0: a checkpoint at 4, and its state stands at 0$"):
+        reserve(coordinator, impl, 0, 4, PublicationPoint.PREFILL_CHUNK)
+    impl.lengths.committed[:2] = 4
+    assert reserve(coordinator, impl, 0, 4, PublicationPoint.DECODE_END) is False  # answers are not to be kept
+    assert reserve(coordinator, impl, 0, 4, PublicationPoint.PREFILL_CHUNK) is True
+    assert impl.sequences[0].staged_hybrid_publication.point is PublicationPoint.PREFILL_CHUNK
+    impl.hook_slot = 0
+    with pytest.raises(
+        ContractViolation, match=r"^slot 1: its state may be ahead of its ledger here; capture it after"
+    ):
+        reserve(coordinator, impl, 1, 4, PublicationPoint.PREFILL_CHUNK)
+    impl.hook_slot = 1
+    assert reserve(coordinator, impl, 1, 4, PublicationPoint.PREFILL_CHUNK) is True
+    assert coordinator.manager.pools.recurrent.free_count == 6
+
+
+def test_a_checkpoint_is_published_once_it_is_captured_and_committed():
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9))
+    coordinator, impl = driver.coordinator, driver.request.impl
+    sequence = impl.sequences[0]
+    assert coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    assert snapshots.reserve_capture(coordinator, impl, 0, 8, PublicationPoint.PREFILL_CHUNK) is True
+    impl.lengths.committed[0] = 8
+    with pytest.raises(ContractViolation, match=r"at 8 is not complete \(captured: False, committed: 8\)"):
+        snapshots.publish_staged(coordinator, impl, 0)
+    snapshots.enqueue_capture(coordinator, impl, 0)
+    impl.lengths.committed[0] = 7
+    with pytest.raises(ContractViolation, match=r"at 8 is not complete \(captured: True, committed: 7\)"):
+        snapshots.publish_staged(coordinator, impl, 0)
+    impl.lengths.committed[0] = impl.lengths.common[0] = impl.lengths.proven[0] = 8
+    snapshots.publish_staged(coordinator, impl, 0)
+    assert (sequence.published_exact_length, sequence.published_full_block_count) == (8, 2)
+    counted = coordinator.metrics()
+    assert (counted.published_endpoints, counted.committed_publications, counted.block_publications) == (1, 1, 0)
+    snapshots.publish_staged(coordinator, impl, 0)  # nothing is staged any more
+    assert coordinator.metrics() == counted
+
+
+def checkpoints(driver):
+    """(length, kind, superseded) of every checkpoint, by length."""
+    records = driver.coordinator.manager.records
+    return sorted((records.exact_length(r), records.kind(r).name, records.superseded(r)) for r in records.lru_to_mru())
+
+
+@pytest.mark.parametrize("flavour", ["hybrid", "mtp"])
+def test_a_longer_prompt_keeps_the_rungs_it_wants_itself(flavour):
+    config = ContextCacheConfig(policy_deadline_seconds=None, checkpoint_interval_tokens=8)
+    driver = ToyDriver(FLAVOURS[flavour], policies=all_policies(), config=config)
+    driver.prefill(driver.admit(prompt(20)))
+    (first,) = checkpoints(driver)
+    assert first == (16, "LADDER", False)
+    driver.prefill(driver.admit([*prompt(20), *prompt(8, 3)]))
+    kept = {length: superseded for length, _, superseded in checkpoints(driver)}
+    assert kept[16] is False
+    assert max(kept) == 24
+    assert not any(superseded for length, superseded in kept.items() if length in (16, 24))
+
+
+def test_boundaries_are_counted_as_waits_and_as_endpoints():
+    config = ContextCacheConfig(policy_deadline_seconds=None, checkpoint_interval_tokens=8)
+    driver = ToyDriver(FLAVOURS["mtp"], policies=all_policies(), config=config)
+    sequence = driver.admit(prompt(20), checkpoint_boundaries=[5, 9])
+    wanted = sequence.boundaries
+    driver.prefill(sequence)
+    counted = driver.coordinator.metrics()
+    assert wanted[:2] == (5, 9)
+    assert (counted.published_endpoints, counted.hybrid_capture_synchronizations) == (len(wanted), len(wanted))
+    assert [(length, kind) for length, kind, _ in checkpoints(driver)][:2] == [(5, "ANCHOR"), (9, "TAIL")]
+    state = driver.request.sequence(0)
+    assert state.published_exact_length == wanted[-1]
+    assert state.published_full_block_count >= (wanted[-1] - 1) // 4
+
+
+@pytest.mark.parametrize(
+    ("known", "reason", "matched", "stop"),
+    [
+        (8, ReuseStopReason.NO_RECORD, 10, 9),
+        (11, ReuseStopReason.NO_RECORD, 11, 11),
+        (12, ReuseStopReason.FULL, 12, 12),  # 14 tokens: nothing is left behind the third block to share
+        (13, ReuseStopReason.FULL, 13, 13),
+    ],
+)
+def test_a_reuse_report_follows_what_a_producer_in_flight_gave(known, reason, matched, stop):
+    report = ReuseReport(14, 4, 10, ReuseStopReason.NO_RECORD, 9)
+    expected = replace(
+        report, reused_tokens=4 + known - 4, matched_tokens=matched, stop_reason=reason, stop_position=stop
+    )
+    assert rebind._report_after(report, known - 4, known, 4) == expected
+
+
+@pytest.mark.parametrize(("length", "complete"), [(12, 8), (13, 12)])
+def test_a_prompt_of_whole_blocks_computes_its_last_one(length, complete):
+    for known, reason in ((complete, ReuseStopReason.FULL), (complete - 1, ReuseStopReason.EVICTED)):
+        report = ReuseReport(length, 0, 0, ReuseStopReason.EVICTED, 0)
+        assert rebind._report_after(report, known, known, 4).stop_reason is reason
+
+
+def test_a_joiner_reports_what_it_took_over_in_flight():
+    rig = Rig(page_size=4)
+    handle = rig.container()
+    for slot in (0, 1):
+        rig.join(handle, rig_prompt(14), slot)
+    rig.chunk(handle, 0, 9)
+    assert rig.coordinator.rebind_prefill(handle, 1) == 8
+    assert handle.sequence(1).reuse_report == ReuseReport(14, 8, 8, ReuseStopReason.NO_RECORD, 8)
+    rig.chunk(handle, 0, 5)
+    assert rig.coordinator.rebind_prefill(handle, 1) == 12
+    assert handle.sequence(1).reuse_report == ReuseReport(14, 12, 12, ReuseStopReason.FULL, 12)
+    assert rig.coordinator.metrics().rebound_tokens == 12

@@ -404,3 +404,39 @@ def test_what_each_policy_serves():
     snapshots = [plugin.serves_snapshots(profile, speculative) for profile, speculative in cases]
     assert snapshots == [True, True, True, False, False, False, False]
     assert [plugin.serves_mtp(*case) for case in cases] == [False, False, False, True, False, False, False]
+
+
+# --- which ends are kept ---------------------------------------------------------------------------------------
+
+
+def wants_end(*, prompt, committed, wanted=(), boundaries=(), tail=0, interval=None):
+    sequence = types.SimpleNamespace(
+        wanted_checkpoints=wanted,
+        template_boundaries=boundaries,
+        replay_tail_length=tail,
+        committed_state_length=committed,
+        lengths=types.SimpleNamespace(prompt=[0, prompt]),
+    )
+    policy = HybridSnapshotPolicy.__new__(HybridSnapshotPolicy)
+    policy.coordinator = types.SimpleNamespace(config=types.SimpleNamespace(checkpoint_interval_tokens=interval))
+    return policy._wants_end(types.SimpleNamespace(sequence=lambda slot: sequence), 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "kept"),
+    [
+        ({"prompt": 10, "committed": 12}, False),
+        ({"prompt": 10, "committed": 12, "boundaries": (4,)}, True),  # a conversation
+        ({"prompt": 10, "committed": 12, "wanted": (4, 9)}, False),
+        ({"prompt": 10, "committed": 12, "wanted": (10, 4)}, True),  # the prompt's end is the last thing kept
+        ({"prompt": 10, "committed": 12, "wanted": (8,), "tail": 2}, True),  # the end of its stable part
+        ({"prompt": 10, "committed": 12, "wanted": (7,), "tail": 2}, False),
+        ({"prompt": 10, "committed": 20, "wanted": (4,), "interval": 8}, True),  # two intervals behind
+        ({"prompt": 10, "committed": 19, "wanted": (4,), "interval": 8}, False),
+        ({"prompt": 10, "committed": 16, "interval": 8}, True),
+        ({"prompt": 10, "committed": 15, "interval": 8}, False),
+        ({"prompt": 1, "committed": 3}, False),  # nothing was wanted, not even at 1
+    ],
+)
+def test_the_end_of_an_answer_is_kept_where_it_will_be_asked_for(case, kept):
+    assert wants_end(**case) is kept

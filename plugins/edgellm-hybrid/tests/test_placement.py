@@ -95,3 +95,13 @@ def test_a_prompt_whose_new_part_is_its_tail_ends_at_its_end():
     assert stable_end(prompt(100, replay_tail_length=5, reuse_token_length=95)) == 100
     assert stable_end(prompt(100, replay_tail_length=5, reuse_token_length=94)) == 95
     assert stable_end(prompt(3, replay_tail_length=3)) == 3
+
+
+def test_the_sparse_ladder_is_the_default():
+    assert place_checkpoints(prompt(28, interval=4)) == (16, 24) == placed(28, interval=4)
+    assert rungs(28, 4) == (16, 24)
+
+
+def test_one_token_is_a_place_like_any_other():
+    assert placed(100, template_boundaries=(1, 50)) == (1, 50)
+    assert placed(2, interval=1) == (1,)

@@ -106,6 +106,18 @@ def test_147_common_lengths_are_derived_from_the_committed_ones(driver):
     assert driver.coordinator.finish(batch.handle) is OK
 
 
+def test_147_common_lengths_that_the_runtime_reports_are_taken(driver):
+    batch = Batch(driver, PROMPT, PROMPT[::-1])
+    assert batch.finalize([7, 9]) is OK
+    assert [sequence.common_state_length for sequence in batch.impl.sequences] == [7, 9]
+    assert batch.frozen() == [7, 9]
+    assert batch.step([1, 2, 3], [4], common=[8, -1]) is OK
+    assert [sequence.common_state_length for sequence in batch.impl.sequences] == [8, 9]
+    assert published_blocks(driver) == 4  # two blocks of either; the third of the first is not common yet
+    assert driver.coordinator.metrics().policy_failures == 0
+    assert driver.coordinator.finish(batch.handle) is OK
+
+
 def test_142_a_request_that_ends_on_its_prefill_token_publishes_its_frozen_prompt(driver):
     batch = Batch(driver, PROMPT)
     batch.finalize()
