@@ -69,7 +69,7 @@ class FlakySynchronizer:
         assert stream is not None, "a wait for no stream"
         self.calls += 1
         if self.failing and self.raises:
-            raise OSError("device lost")
+            raise (OSError if self.raises is True else self.raises)("device lost")
         return not self.failing
 
 

@@ -441,3 +441,74 @@ def test_a_boundary_may_stand_at_the_first_token():
     publish = boundary_step(driver, 1)
     assert publish() is OK
     assert driver.request.sequence(0).published_exact_length == 1
+
+
+def test_token_zero_is_a_token():
+    rig = Rig()
+    handle = joined(rig)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM) is OK
+    assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([0]), [0]) is OK
+    assert handle.sequence(0).token_ids.tolist()[-1] == 0
+    assert (handle.sequence(0).num_tokens, handle.sequence(0).committed_state_length) == (8, 7)
+
+
+def test_a_prompts_common_length_is_checked_and_taken_when_it_is_finalized():
+    driver = driver_for("eagle")
+    driver.admit(prompt(9))
+    finalize, advance = driver.coordinator.finalize_sequence_admission, Advance([3], 9)
+    assert driver.coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    assert driver.coordinator.advance_prefill(driver.request, 0, 9, 6) is OK
+    for common in (5, 10):
+        message = rf"^slot 0: common length {common} must be from 6 \(it never goes back\) to 9 \(committed\)$"
+        with pytest.raises(InvalidArgumentError, match=message):
+            finalize(driver.request, 0, advance, common)
+        assert not driver.request.sequence(0).finalized
+    assert finalize(driver.request, 0, advance, 8) is OK
+    state = driver.request.sequence(0)
+    assert (state.common_state_length, state.committed_state_length) == (8, 9)
+    assert (state.frozen_spec_prefill_length, int(driver.request.impl.lengths.proven[0])) == (8, 8)
+    assert bool(driver.request.impl.lengths.draft_unproven[0]) is True
+
+
+def test_captures_name_sequences_that_exist():
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9))
+    assert driver.coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    for slot in (-1, 1):
+        with pytest.raises(ContractViolation, match=rf"^slot {slot} is out of range; the request has 1 sequences$"):
+            driver.coordinator.enqueue_prefill_captures(driver.request, [slot], [4])
+
+
+@pytest.mark.parametrize(("length", "point"), [(4, PublicationPoint.PREFILL_CHUNK), (9, PublicationPoint.PREFILL_END)])
+def test_a_capture_knows_whether_it_is_of_the_prompts_end(length, point):
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9))
+    assert driver.coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    assert driver.coordinator.enqueue_prefill_captures(driver.request, [0], [length]) is OK
+    staged = driver.request.sequence(0).staged_hybrid_publication
+    assert (staged.point, staged.captured, staged.checkpoint.exact_length) == (point, True, length)
+
+
+@pytest.mark.parametrize("call", ["finish", "compact", "abandon"])
+def test_an_interrupted_wait_proves_nothing_and_quarantines(call):
+    rig = Rig()
+    handle = joined(rig)
+    coordinator = rig.coordinator
+    if call == "compact":
+        assert coordinator.begin_batch_compaction(handle, [-1], 0) is OK
+    else:
+        assert coordinator.prepare_decode_step(handle, HEADROOM) is OK
+    rig.sync.failing, rig.sync.raises = True, KeyboardInterrupt
+    ends = {
+        "finish": lambda: coordinator.finish(handle),
+        "compact": lambda: coordinator.compact_batch(handle),
+        "abandon": handle.abandon,
+    }
+    with pytest.raises(KeyboardInterrupt):
+        ends[call]()
+    assert not handle.valid()
+    assert (coordinator.active_requests, coordinator.metrics().quarantined_requests) == (1, 1)
+    assert rig.manager.num_live_leases == 1  # the device may still write to its pages
+    rig.sync.failing = False
+    assert coordinator.shutdown() is OK
+    assert (coordinator.active_requests, rig.manager.num_live_leases) == (0, 0)
