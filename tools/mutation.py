@@ -7,6 +7,7 @@ development tools and the extensions built in place.
 
     python tools/mutation.py                       # everything that has no verdict yet
     python tools/mutation.py 'edgellm.cache.endpoints.*'   # these again
+    python tools/mutation.py --survivors           # the survivors again, after tests were added
     python tools/mutation.py --fresh               # forget all verdicts
     python tools/mutation.py --report              # counts and survivors of the last run, with their diffs
 """
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN_PACKAGES = ("edgellm_eagle", "edgellm_hybrid", "edgellm_shared_kv", "edgellm_template")
@@ -42,6 +44,7 @@ TESTS = (
     "tests/unit/test_policy_faults_mended.py",
     "tests/unit/test_publication_helpers.py",
     "tests/unit/test_rank_session.py",
+    "tests/unit/test_request_adapter.py",
     "tests/policies/test_builtin_policy_conforms.py",
     "tests/policies/test_isolation.py",
     "tests/cases",
@@ -56,9 +59,6 @@ TOO_SLOW = (
 )
 # The wording of errors and logs is not a behaviour: no mutants of it.
 TEXT_LINES = (r"^\s*raise \w+\(", r"^\s*f?\"", r"^\s*_?(logger|log)\.", r"= f\"", r"^\s*return f\"")
-# No garbage collection: a collected handle's `__del__` would enter mutmut's call recorder while it changes its
-# context variable, and Python 3.11 then crashes.
-MUTMUT = "import gc; gc.disable(); from mutmut.__main__ import cli; cli()"
 # The conformance suites judge one traffic run several times.  Each mutant must run it anew (the process it is forked
 # from has run it), and every test that judges it must be known to depend on it.
 CONFTEST = """import os
@@ -137,6 +137,36 @@ def _settings() -> str:
     return "[tool.pytest.ini_options]" + pytest_settings + "\n\n[tool.mutmut]\n" + "\n".join(lines) + "\n"
 
 
+def run_inside(budget: float, arguments: list[str]) -> None:
+    """mutmut's own command line in this process, with two changes.
+
+    No garbage collection: a collected handle's `__del__` would enter mutmut's call recorder while that changes its
+    context variable, and Python 3.11 then crashes.  And a mutant meets its quickest tests up to `budget` seconds.
+    """
+    import gc
+
+    import mutmut.__main__ as program
+    from mutmut.state import state
+
+    gc.disable()
+    collect = program.collect_or_load_stats
+
+    def collect_and_trim(*args: Any, **kwargs: Any) -> None:
+        collect(*args, **kwargs)
+        seconds, tests_of = state().duration_by_test, state().tests_by_mangled_function_name
+        for function, tests in tests_of.items():
+            kept, total = set(), 0.0
+            for test in sorted(tests, key=lambda name: seconds[name]):
+                total += seconds[test]
+                if kept and total > budget:
+                    break
+                kept.add(test)
+            tests_of[function] = kept
+
+    program.collect_or_load_stats = collect_and_trim
+    program.cli(arguments)
+
+
 def verdicts(workspace: Path) -> dict[str, int | None]:
     """The exit status of every mutant by name; None where it did not run."""
     found: dict[str, int | None] = {}
@@ -161,22 +191,30 @@ def print_counts(found: dict[str, int | None]) -> None:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["--inside"]:
+        run_inside(float(sys.argv[2]), sys.argv[3:])
+        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="mutants to run again; shell patterns of module.function")
     parser.add_argument("--workspace", type=Path, default=ROOT / "build" / "mutation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds of tests that a mutant meets, quick first")
+    parser.add_argument("--survivors", action="store_true", help="run the survivors again")
     parser.add_argument("--fresh", action="store_true", help="forget all verdicts first")
     parser.add_argument("--report", action="store_true", help="run nothing; print survivors with their diffs")
     options = parser.parse_args()
     workspace: Path = options.workspace.resolve()
-    command = [sys.executable, "-c", MUTMUT]
+    command = [sys.executable, __file__, "--inside", str(options.budget)]
     status = 0
     if not options.report:
         if options.fresh:
             shutil.rmtree(workspace, ignore_errors=True)
         lay_out(workspace)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "EDGELLM_PLUGINS": ""}
-        run = [*command, "run", "--max-children", str(options.jobs), *options.names]
+        names = options.names or []
+        if options.survivors:
+            names = [*names, *(name for name, code in verdicts(workspace).items() if code == 0)]
+        run = [*command, "run", "--max-children", str(options.jobs), *names]
         status = subprocess.run(run, cwd=workspace, env=environment, check=False).returncode
     found = verdicts(workspace)
     for name, code in sorted(found.items()):

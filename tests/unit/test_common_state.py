@@ -69,3 +69,12 @@ def test_slots_are_dense_and_may_begin_again():
     tracker.reset()
     assert len(tracker) == 0
     assert tracker.draft_prefill_pending
+
+
+def test_nothing_is_an_allowed_length_and_an_allowed_span():
+    tracker = tracked(0, 5)
+    tracker.record_accepted(0, 0)
+    tracker.record_accepted(1, 0)
+    tracker.record_accepted(1, 2)  # a span of none leaves nothing to materialise
+    tracker.materialize_pending(1)
+    assert tracker.common_lengths == [0, 7]

@@ -17,9 +17,12 @@ from edgellm.cache.types import (
     ContextCacheCommitPolicy,
     ContextCacheConfig,
     ContextCacheCoordinatorStatus,
+    ContextCacheLookupPolicy,
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
+    Hash128,
     PublicationPoint,
+    ReuseStopReason,
 )
 from edgellm.errors import ContractViolation, InvalidArgumentError, InvariantError, PluginError
 from edgellm.session.types import ResidentRef
@@ -512,3 +515,166 @@ def test_an_interrupted_wait_proves_nothing_and_quarantines(call):
     rig.sync.failing = False
     assert coordinator.shutdown() is OK
     assert (coordinator.active_requests, rig.manager.num_live_leases) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("token", "good"), [(-1, False), (0, True), (2**31 - 1, True), (2**31, False), (2**32 - 1, False)]
+)
+def test_token_ids_are_non_negative_and_32_bit(token, good):
+    rig = Rig()
+    handle = joined(rig)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM) is OK
+    advances = [Advance([token], 7)]
+    if good:
+        assert rig.coordinator.complete_decode_step(handle, advances) is OK
+        assert handle.sequence(0).token_ids.tolist()[-1] == token
+        return
+    with pytest.raises(
+        InvalidArgumentError, match=rf"^slot 0 accepted token id {token}; ids are from 0 to 2147483647$"
+    ):
+        rig.coordinator.complete_decode_step(handle, advances)
+    assert handle.sequence(0).num_tokens == 7
+
+
+def test_admissions_are_counted_by_what_became_of_them():
+    rig = Rig(num_pages=64)
+    rig.run(prompt(9), 1)
+    before = rig.coordinator.metrics()
+    media = [None, Hash128(1, 2), Hash128(0, 0), *[None] * 6]
+    request = rig.begun(
+        rig.admission(prompt(9), 0),
+        rig.admission([prompt(9)[0], 77, 78], 1),
+        rig.admission(prompt(9, 4), 2, per_position_media_hash=media),
+        rig.admission(prompt(9, 5), 3, lookup=ContextCacheLookupPolicy.BYPASS),
+    )
+    request.abandon()
+    request = rig.begun(
+        rig.admission(prompt(9, 6), 0, per_position_media_hash=[Hash128(0, 0), *[None] * 8]),
+        rig.admission(prompt(9, 7), 1, per_position_media_hash=media),
+        rig.admission(prompt(9, 8), 2, lookup=ContextCacheLookupPolicy.BYPASS),
+    )
+    request.abandon()
+    after = rig.coordinator.metrics()
+    gained = {
+        name: getattr(after, name) - getattr(before, name)
+        for name in ("admitted_sequences", "hit_sequences", "media_aware_sequences", "lookup_bypass_sequences")
+    }
+    assert gained == {
+        "admitted_sequences": 7,
+        "hit_sequences": 2,  # the whole prompt, and one token of it
+        "media_aware_sequences": 2,
+        "lookup_bypass_sequences": 2,
+    }
+    assert after.planning_nanoseconds > before.planning_nanoseconds > 0
+
+
+def test_a_request_takes_as_many_sequences_as_the_deployment_says():
+    rig = Rig(batch=2)
+    handle = rig.container()
+    for slot in (0, 1):
+        assert rig.join(handle, prompt(5, slot + 1), slot).status is OK
+    with pytest.raises(ContractViolation, match=r"^the request has 2 sequences, the limit is 2; retire one first$"):
+        rig.join(handle, prompt(5, 9), 1)
+
+
+def test_equal_tokens_with_other_media_are_other_context():
+    rig = Rig()
+    image, other = [None, Hash128(1, 2), *[None] * 7], [None, Hash128(1, 3), *[None] * 7]
+    rig.run(prompt(9), 1, per_position_media_hash=image)
+    for media, reused in ((image, 8), (other, 0), ((), 0)):
+        request = rig.begun(rig.admission(prompt(9), 0, per_position_media_hash=media))
+        assert request.sequence(0).reuse_token_length == reused, media
+        request.abandon()
+
+
+def test_reports_and_counters_add_up_over_admissions():
+    rig = Rig()
+    rig.run(prompt(9), 1)
+    for count in (1, 2):
+        request = rig.begun(
+            rig.admission(prompt(9), 0), rig.admission(prompt(9), 1, lookup=ContextCacheLookupPolicy.BYPASS)
+        )
+        assert [s.reuse_report.stop_reason for s in request.impl.sequences] == [
+            ReuseStopReason.FULL,
+            ReuseStopReason.BYPASS,
+        ]
+        request.abandon()
+        counted = rig.coordinator.metrics()
+        assert (counted.reused_tokens, counted.matched_tokens) == (8 * count, 8 * count)
+        assert counted.lookup_bypass_sequences == count
+
+
+def test_replayed_tokens_are_counted_where_the_draft_looked_ahead():
+    driver = driver_for("eagle")
+    driver.prefill(driver.admit(prompt(9)))
+    driver.step()
+    for count in (1, 2):
+        driver.admit([*prompt(8), 40 + count, 41, 42])
+        counted = driver.coordinator.metrics()
+        assert (counted.spec_replays, counted.spec_replayed_tokens) == (count, count)
+
+
+def test_a_coordinator_is_closed_once_and_says_why_it_admits_nothing(caplog):
+    rig = Rig()
+    handle = joined(rig)
+    assert rig.coordinator._quarantine.failed_waits == 0
+    rig.sync.failing = True
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM) is OK
+    assert rig.coordinator.finish(handle) is ContextCacheCoordinatorStatus.POISONED
+    assert rig.coordinator._quarantine.failed_waits == 1
+    said = [record.getMessage() for record in caplog.records if "admits nothing more" in record.message]
+    assert said == ["the context cache admits nothing more: a stream could not be drained; recover() or shutdown() it"]
+    rig.coordinator._quarantine.poison("again")
+    assert len([record for record in caplog.records if "admits nothing more" in record.message]) == 1  # said once
+    rig.sync.failing = False
+    assert rig.coordinator.shutdown() is OK
+    assert rig.coordinator._quarantine.failed_waits == 1
+    rig.coordinator.close()
+    rig.coordinator._active_requests = 1  # a closed coordinator looks at nothing any more
+    rig.coordinator.close()
+    rig.coordinator._active_requests = 0
+
+
+def test_every_call_names_itself_when_it_comes_out_of_order():
+    rig = Rig()
+    coordinator, batch = rig.coordinator, rig.begun(rig.admission(prompt(6), 0))
+    calls = {
+        "enqueue_prefill_captures": lambda: coordinator.enqueue_prefill_captures(batch),
+        "finalize_prefill_publication": lambda: coordinator.finalize_prefill_publication(batch, [Advance([1], 6)]),
+        "prepare_decode_step": lambda: coordinator.prepare_decode_step(batch, HEADROOM),
+        "complete_decode_step": lambda: coordinator.complete_decode_step(batch, [Advance([1], 7)]),
+        "begin_batch_compaction": lambda: coordinator.begin_batch_compaction(batch, [0], 1),
+        "compact_batch": lambda: coordinator.compact_batch(batch),
+        "advance_prefill": lambda: coordinator.advance_prefill(batch, 0, 3),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ContractViolation, match=rf"^{name} needs an executing request; this one is admitted$"):
+            call()
+    rig = Rig()
+    coordinator, settled = rig.coordinator, joined(rig)
+    pending = {
+        "enqueue_prefill_captures": lambda: coordinator.enqueue_prefill_captures(settled),
+        "finalize_prefill_publication": lambda: coordinator.finalize_prefill_publication(settled, [Advance([1], 6)]),
+        "complete_decode_step": lambda: coordinator.complete_decode_step(settled, [Advance([1], 7)]),
+    }
+    for name, call in pending.items():
+        with pytest.raises(ContractViolation, match=rf"^{name} completes enqueued work, and none is pending"):
+            call()
+    for flavour, kind in (("eagle", "speculative"), ("hybrid", "not speculative")):
+        other = driver_for(flavour)
+        other.prefill(other.admit(prompt(6)))
+        for name, call in (
+            (
+                "publish_hybrid_mtp_endpoint",
+                lambda o=other: o.coordinator.publish_hybrid_mtp_endpoint(o.request, 0, 6, None, 0),
+            ),
+            (
+                "restore_hybrid_mtp_boundary_hidden",
+                lambda o=other: o.coordinator.restore_hybrid_mtp_boundary_hidden(o.request, 0, None, 0),
+            ),
+        ):
+            with pytest.raises((ContractViolation, PluginError)) as refused:
+                call()
+            if isinstance(refused.value, ContractViolation):
+                assert name in str(refused.value)
+                assert kind in str(refused.value)

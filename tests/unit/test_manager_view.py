@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from coordinator_rig import Rig
+from coordinator_rig import Rig, all_policies
 
+from edgellm._core.block_hash import TokenChain
 from edgellm.cache import manager_view
 from edgellm.cache.manager_view import ManagerView, PoolsView, ReadOnly
-from edgellm.cache.types import BaseStateKind, ContextCacheLookupPolicy, ResourceDemand, ResourceType
+from edgellm.cache.types import BaseStateKind, ContextCacheLookupPolicy, ResourceDemand, ResourceType, ReusePlanMode
 from edgellm.errors import ContractViolation, InvariantError
+from edgellm.testing.toy_driver import FLAVOURS, ToyDriver
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -47,8 +49,6 @@ def test_pools_are_told_apart_by_kind(rig):
 
 
 def test_a_plan_through_the_view_is_pure(rig):
-    from edgellm._core.block_hash import TokenChain
-
     chain = TokenChain(4)
     chain.extend([*TOKENS, 50])
     before = rig.manager.metrics()
@@ -108,3 +108,34 @@ def test_the_view_has_no_state_of_its_own():
         assert "__dict__" not in dir(kind), kind
         assert kind.__module__ == manager_view.__name__
         assert all(not name.startswith("set") for name, _ in inspect.getmembers(kind))
+
+
+def test_a_plan_through_the_view_is_that_of_a_speculative_request_where_asked():
+    driver = ToyDriver(FLAVOURS["eagle"], policies=all_policies())
+    driver.prefill(driver.admit(TOKENS))
+    driver.step()
+    chain = TokenChain(4)
+    chain.extend([*TOKENS[:8], 50, 51])
+    plans = [driver.coordinator.manager.plan(chain, ContextCacheLookupPolicy.USE_CACHE, speculative=s) for s in (0, 1)]
+    assert [(plan.mode, plan.reuse_token_length) for plan in plans] == [
+        (ReusePlanMode.VANILLA, 8),
+        (ReusePlanMode.SPEC, 7),  # the draft of token 7 looked at another token 8
+    ]
+
+
+def test_the_metrics_show_every_pool_and_what_was_evicted():
+    driver = ToyDriver(FLAVOURS["mtp"], policies=all_policies(), num_pages=12, num_draft_pages=11, recurrent_slots=3)
+    for seed in range(6):
+        sequence = driver.admit([(seed + 1) * token % 50 for token in range(1, 18)])
+        driver.prefill(sequence)
+        driver.finish(sequence)
+    shown, manager = driver.coordinator.metrics(), driver.coordinator._manager
+    gauges = (shown.base_kv_pages, shown.draft_kv_pages, shown.recurrent_snapshots, shown.partial_kv_snapshots)
+    assert [gauge.capacity for gauge in gauges] == [12, 11, 3, 8]
+    assert [gauge.free for gauge in gauges] == [manager.pools.free_count(kind) for kind in ResourceType]
+    evicted = manager.metrics()
+    names = [f"reclaimed_{kind}" for kind in ("base_kv_pages", "draft_kv_pages", "recurrent_snapshots")]
+    for name in ("evicted_records", "reclaimed_partial_kv_snapshots", *names):
+        assert getattr(shown, name) == getattr(evicted, name) > 0, name
+    assert shown.current_records == len(manager.records) > 0
+    driver.close()

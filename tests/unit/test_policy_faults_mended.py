@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from coordinator_rig import HEADROOM, OK, VOCAB, Rig
 
@@ -9,8 +11,8 @@ from edgellm._core.block_hash import TokenChain
 from edgellm.builtin.base_endpoint import BaseEndpointPolicy
 from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances, apply_advances
 from edgellm.cache.binding import Rows
-from edgellm.cache.policy_calls import _is_ours
-from edgellm.cache.types import ContextCacheSequenceAdvance, Hash128
+from edgellm.cache.policy_calls import _is_ours, charge_time, timed
+from edgellm.cache.types import BlockKeyExtras, ContextCacheSequenceAdvance, Hash128
 from edgellm.errors import ContractViolation, InvariantError
 from edgellm.plugins import PolicyRegistration
 from edgellm.testing.recount import recount
@@ -56,6 +58,7 @@ def same_chain(chain, tokens, extras, media):
     return True
 
 
+SALTED = BlockKeyExtras(isolation_digest=Hash128(7, 3))  # what the rig makes of salt=3
 MEDIA = [None, Hash128(5, 6), Hash128(5, 7), None, None, Hash128(5, 8)]
 
 
@@ -73,7 +76,7 @@ def test_a_chain_that_a_policy_lengthened_is_rebuilt_under_the_same_identity(med
     assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([HOLD_TOKEN] * 2)) is OK
     assert sequence.chain is handle.impl.chains[1]
     assert (sequence.num_tokens, sequence.committed_state_length) == (6, 5)
-    assert same_chain(sequence.chain, prompt(6), sequence.key_extras, media)
+    assert same_chain(sequence.chain, prompt(6), SALTED, media)
     assert handle.impl.chains[0] is untouched
     assert rig.coordinator.metrics().policy_failures == 1
     recount(rig.coordinator)
@@ -89,7 +92,7 @@ def test_a_lying_step_leaves_the_reported_token_under_the_same_identity():
     assert rig.coordinator.finalize_sequence_admission(handle, 0, first) is OK
     assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([HOLD_TOKEN])) is OK
     sequence = handle.sequence(0)
-    assert same_chain(sequence.chain, [*prompt(7), 20], sequence.key_extras, ())
+    assert same_chain(sequence.chain, [*prompt(7), 20], SALTED, ())
     recount(rig.coordinator)
 
 
@@ -285,3 +288,55 @@ def test_only_an_invariant_error_of_edgellm_itself_passes_through_a_hook(own):
         with pytest.raises(InvariantError, match=r"^a pure recurrent deployment has no page table$"):
             rig.coordinator.advance_prefill(handle, 0, 5)
         assert rig.coordinator.metrics().policy_failures == 0
+
+
+def timed_rig(deadline=0.05):
+    rig = Rig(policy_deadline_seconds=deadline)
+    handle = rig.container()
+    for slot in (0, 1):
+        rig.join(handle, prompt(5 + slot, slot + 1), slot)
+    return rig, handle.impl
+
+
+def test_time_is_charged_to_whom_a_hook_was_about_and_the_third_time_silences():
+    rig, impl = timed_rig()
+    for count in (1, 2, 3, 4):
+        charge_time(rig.coordinator, impl, lambda: [1], 50_000_001)
+        assert rig.coordinator.metrics().policy_deadline_overruns == count
+        assert [sequence.policy_overruns for sequence in impl.sequences] == [0, count]
+        assert impl.lengths.silenced[:2].tolist() == [False, count >= 3]
+        assert impl.lengths.publishes[:2].tolist() == [True, count < 3]
+
+
+def test_a_hook_that_takes_its_whole_deadline_is_in_time():
+    rig, impl = timed_rig()
+    charge_time(rig.coordinator, impl, lambda: [0, 1], 50_000_000)
+    assert rig.coordinator.metrics().policy_deadline_overruns == 0
+    unlimited, other = timed_rig(deadline=None)
+    charge_time(unlimited.coordinator, other, lambda: [0, 1], 10**12)
+    assert unlimited.coordinator.metrics().policy_deadline_overruns == 0
+
+
+def test_time_in_hooks_about_nobody_is_charged_to_everybody_the_third_time():
+    rig, impl = timed_rig()
+    for count in (1, 2, 3):
+        charge_time(rig.coordinator, impl, list, 10**9)
+        assert [sequence.policy_overruns for sequence in impl.sequences] == [int(count == 3)] * 2
+
+
+def test_an_overrun_is_logged_with_the_policy_and_both_times(caplog):
+    rig, impl = timed_rig()
+    charge_time(rig.coordinator, impl, lambda: [0], 61_500_000)
+    (record,) = [record for record in caplog.records if "the deadline is" in record.msg]
+    assert record.getMessage() == "publication policy 'base-endpoint' took 61.5 ms, the deadline is 50.0"
+
+
+def test_the_time_of_a_hook_is_what_it_took():
+    rig, impl = timed_rig()
+    answer, fault, elapsed = timed(rig.coordinator, impl, impl.policy, lambda policy: time.sleep(0.01) or policy.name)
+    assert (answer, fault) == ("base-endpoint", None)
+    assert 10_000_000 <= elapsed < 10**10
+    answer, fault, elapsed = timed(rig.coordinator, impl, impl.policy, lambda policy: [][1])
+    assert answer is None
+    assert "IndexError" in fault
+    assert 0 <= elapsed < 10**10

@@ -10,6 +10,8 @@ import pytest
 from coordinator_rig import HEADROOM, OK, VOCAB, Rig, all_policies
 
 from edgellm.cache import endpoints, rebind, snapshots, spec_endpoints
+from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
+from edgellm.cache.policy_step import PolicyStep
 from edgellm.cache.types import (
     ContextCacheCommitPolicy,
     ContextCacheConfig,
@@ -306,3 +308,82 @@ def test_a_joiner_reports_what_it_took_over_in_flight():
     assert rig.coordinator.rebind_prefill(handle, 1) == 12
     assert handle.sequence(1).reuse_report == ReuseReport(14, 12, 12, ReuseStopReason.FULL, 12)
     assert rig.coordinator.metrics().rebound_tokens == 12
+
+
+def test_a_step_must_be_applied_before_its_state_is_captured_and_the_prompt_be_complete():
+    driver = driver_for("hybrid")
+    for number in (1, 2):
+        driver.admit(prompt(9, number))
+    driver.prefill(next(iter(driver.live.values())))
+    coordinator, impl, reserve = driver.coordinator, driver.request.impl, snapshots.reserve_hybrid_capture
+    impl.step = PolicyStep(impl, OneTokenAdvances([HOLD_TOKEN] * 2))
+    impl.lengths.committed[1] = 4
+    impl.sequences[0].published_exact_length = 0
+    message = "its state may be ahead of its ledger here"
+    for applied, slot in ((False, 0), (False, 1), (True, 1)):
+        impl.step.applied = applied
+        with pytest.raises(ContractViolation, match=message):
+            reserve(coordinator, impl, slot, 9 if slot == 0 else 4, PublicationPoint.DECODE_END)
+    assert reserve(coordinator, impl, 0, 9, PublicationPoint.DECODE_END) is True
+    impl.step = None
+
+
+def test_a_capture_of_an_answer_stands_at_what_is_committed():
+    driver = driver_for("hybrid")
+    driver.prefill(driver.admit(prompt(6)))
+    impl = driver.request.impl
+    impl.sequences[0].published_exact_length = 0
+    assert (impl.sequences[0].committed_state_length, impl.sequences[0].num_tokens) == (6, 7)
+    with pytest.raises(InvalidArgumentError, match=r"^slot 0: a checkpoint at 7 must be from 6 to 6$"):
+        snapshots.reserve_capture(driver.coordinator, impl, 0, 7, PublicationPoint.DECODE_END)
+
+
+def test_under_snapshot_pressure_nothing_is_staged():
+    driver = driver_for("hybrid", recurrent_slots=1)
+    driver.admit(prompt(9))
+    coordinator, impl = driver.coordinator, driver.request.impl
+    held = coordinator._manager.reserve_hybrid_snapshots(impl.leases[0], False)
+    assert snapshots.reserve_capture(coordinator, impl, 0, 8, PublicationPoint.PREFILL_CHUNK) is False
+    assert impl.sequences[0].staged_hybrid_publication is None
+    assert coordinator.metrics().hybrid_snapshot_pressure_skips == 1
+    coordinator._manager.retire_hybrid_snapshot_reservation(impl.leases[0], held)
+
+
+def test_a_staged_capture_is_copied_once():
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9))
+    coordinator, impl = driver.coordinator, driver.request.impl
+    assert snapshots.reserve_capture(coordinator, impl, 0, 8, PublicationPoint.PREFILL_CHUNK) is True
+    storage, copies = coordinator.resources.snapshot_storage, []
+    counting = SimpleNamespace(
+        capture_recurrent=lambda *where: copies.append(where), capture_partial_kv=storage.capture_partial_kv
+    )
+    coordinator.resources.snapshot_storage = counting
+    for _ in range(2):
+        snapshots.enqueue_capture(coordinator, impl, 0)
+    snapshots.enqueue_capture(coordinator, impl, 0)
+    coordinator.resources.snapshot_storage = storage
+    assert len(copies) == 1
+    assert impl.sequences[0].staged_hybrid_publication.captured
+
+
+def test_a_verification_proves_the_draft_of_who_took_part_in_it():
+    driver = driver_for("eagle")
+    for number in (1, 2):
+        driver.prefill(driver.admit(prompt(6, number)))
+    unproven = driver.request.impl.lengths.draft_unproven
+    assert unproven[:2].tolist() == [True, True]
+    driver.step([driver.live[2]])
+    assert unproven[:2].tolist() == [True, False]
+    driver.step()
+    assert unproven[:2].tolist() == [False, False]
+    driver.close()
+
+
+def test_restores_are_counted():
+    driver = driver_for("hybrid")
+    first = driver.admit(prompt(9))
+    driver.prefill(first)
+    for count in (1, 2):
+        driver.admit([*prompt(9), count])
+        assert driver.coordinator.metrics().hybrid_restores == count

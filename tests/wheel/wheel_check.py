@@ -22,7 +22,7 @@ REQUIRED = ("edgellm/_core/types.pxd", "edgellm/_core/block_hash.pyi", "edgellm/
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 sys.path.insert(0, str(ROOT / "tools"))
-from core_check import copy_tree, core_tests  # noqa: E402
+from core_check import EXACT_FOLDERS, copy_tree, core_tests  # noqa: E402
 
 
 def run(command: list[str], cwd: Path, **environment: str) -> None:
@@ -114,7 +114,7 @@ def main() -> None:
     place = lay_out_tests()
     environment = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    run([*pytest, *core_tests(place)], place, **environment)
+    run([*pytest, *core_tests(place, EXACT_FOLDERS)], place, **environment)
     run([*pytest, "plugins", "-k", "not Conformance"], place, **environment)  # `make unit` ran the whole of it
     run([python, str(place / "tests" / "wheel" / "smoke.py"), str(ROOT)], place, **environment)
     print(f"wheel_check: {wheel.name} and {len(plugins)} plugins passed in {time.monotonic() - started:.0f} s")
