@@ -492,6 +492,10 @@ def test_a_capture_knows_whether_it_is_of_the_prompts_end(length, point):
     assert (staged.point, staged.captured, staged.checkpoint.exact_length) == (point, True, length)
 
 
+class Interrupt(BaseException):
+    """Like KeyboardInterrupt, which would end the test run where a test lets it through."""
+
+
 @pytest.mark.parametrize("call", ["finish", "compact", "abandon"])
 def test_an_interrupted_wait_proves_nothing_and_quarantines(call):
     rig = Rig()
@@ -501,13 +505,13 @@ def test_an_interrupted_wait_proves_nothing_and_quarantines(call):
         assert coordinator.begin_batch_compaction(handle, [-1], 0) is OK
     else:
         assert coordinator.prepare_decode_step(handle, HEADROOM) is OK
-    rig.sync.failing, rig.sync.raises = True, KeyboardInterrupt
+    rig.sync.failing, rig.sync.raises = True, Interrupt
     ends = {
         "finish": lambda: coordinator.finish(handle),
         "compact": lambda: coordinator.compact_batch(handle),
         "abandon": handle.abandon,
     }
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupt):
         ends[call]()
     assert not handle.valid()
     assert (coordinator.active_requests, coordinator.metrics().quarantined_requests) == (1, 1)
