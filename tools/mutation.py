@@ -120,7 +120,16 @@ def _settings() -> str:
     pytest_settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.pytest.ini_options]")[2]
     pytest_settings = pytest_settings.partition("\n[")[0]
     tests = [name for name in TESTS if (ROOT / name).exists()]
-    options = ["-m", "not slow", "-p", "no:cacheprovider", *(f"--deselect={name}" for name in TOO_SLOW)]
+    # Unraisable errors: what a mutant leaves to its finalizers would end the run of all the others.
+    options = [
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:unraisableexception",
+        *(f"--deselect={name}" for name in TOO_SLOW),
+    ]
     mutmut = {
         "source_paths": ["edgellm", *PLUGIN_PACKAGES],
         "only_mutate": ["edgellm/cache/*.py", *(f"{name}/*.py" for name in PLUGIN_PACKAGES)],

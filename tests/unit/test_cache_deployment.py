@@ -251,3 +251,10 @@ def test_append_each_equals_single_appends():
     with pytest.raises(InvalidArgumentError, match="pass TokenChain objects"):
         append_each([chains[0], "x"], np.zeros(2, np.int32))
     assert [chain.num_tokens for chain in chains] == [5, 5, 5]
+
+
+def test_a_decoder_without_a_draft_model_needs_no_configuration_and_others_are_not_assumed_to_have_one():
+    assert resolve_spec_reuse_contract("vanilla") is None
+    assert resolve_spec_reuse_contract("prompt_lookup") == SpecReuseContract(False, 0)
+    with pytest.raises(InvalidArgumentError, match=r"\(draft: False, speculative: False\); pass both$"):
+        resolve_spec_reuse_contract("eagle")

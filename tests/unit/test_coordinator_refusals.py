@@ -22,6 +22,7 @@ from edgellm.cache.types import (
     DecodingKvHeadroom,
     Hash128,
     PublicationPoint,
+    Retention,
     ReuseStopReason,
 )
 from edgellm.errors import ContractViolation, InvalidArgumentError, InvariantError, PluginError
@@ -682,3 +683,86 @@ def test_every_call_names_itself_when_it_comes_out_of_order():
             if isinstance(refused.value, ContractViolation):
                 assert name in str(refused.value)
                 assert kind in str(refused.value)
+
+
+def test_what_a_batch_begins_with_is_told_by_sequence():
+    rig = Rig()
+    rig.run(prompt(9), 1)
+    result = rig.begin(rig.admission(prompt(9), 0), rig.admission([96, 95, 94], 1))
+    assert result.admission.prefill_starts == [8, 0]
+    assert [report.reused_tokens for report in result.admission.reuse] == [8, 0]
+    result.admission.request.abandon()
+
+
+def test_only_paired_sequences_have_draft_rows():
+    driver = driver_for("eagle")
+    plain = driver.beside(speculative=False)
+    sequence = plain.admit(prompt(9))
+    assert driver.machine.draft_table.row_length(sequence.slot) == 0
+    assert driver.machine.base_table.row_length(sequence.slot) == 3
+    plain.cancel(sequence)
+    plain.close()
+    driver.close()
+
+
+def test_a_prompt_is_prepared_once():
+    rig = Rig()
+    request = rig.begun(rig.admission(prompt(6), 0))
+    assert rig.coordinator.prepare_prefill(request) is OK
+    with pytest.raises(ContractViolation, match="prepare_prefill"):
+        rig.coordinator.prepare_prefill(request)
+
+
+def test_boundaries_that_were_reached_are_named_no_more():
+    config = ContextCacheConfig(policy_deadline_seconds=None, checkpoint_interval_tokens=4)
+    driver = ToyDriver(FLAVOURS["hybrid"], policies=all_policies(), config=config)
+    sequence = driver.admit(prompt(19), checkpoint_boundaries=[5, 10])
+    wanted = driver.coordinator.checkpoint_boundaries(driver.request, 0)
+    assert wanted[:2] == (5, 10)
+    driver.prefill_chunk(sequence, 5)
+    assert driver.request.sequence(0).committed_state_length == 5
+    assert driver.coordinator.checkpoint_boundaries(driver.request, 0) == wanted[1:]
+
+
+def test_copied_tails_are_counted_one_by_one():
+    rig = Rig()
+    rig.run(prompt(9), 1)
+    handle = rig.container()
+    for slot, tail in ((0, [90, 91]), (1, [92, 93])):
+        assert rig.join(handle, [*prompt(7), *tail], slot).prefill_start == 7
+    counted = rig.coordinator.metrics()
+    assert (counted.tail_copies, counted.tail_copied_tokens) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"lookup_policy": "use"}, "lookup_policy"),
+        ({"commit_policy": None}, "commit_policy"),
+        ({"token_state_contract": 1}, "token_state_contract"),
+    ],
+)
+def test_a_batch_names_the_field_that_is_no_member_of_its_enumeration(fields, name):
+    rig = Rig()
+    with pytest.raises(InvalidArgumentError, match=rf"^{name} is .*; pass a "):
+        rig.begin(rig.admission(prompt(6), 0), **fields)
+    assert rig.coordinator.active_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "name"),
+    [
+        ("lookup", "use", "lookup_policy"),
+        ("commit", 3, "commit_policy"),
+        ("retention", 5, "retention"),
+        ("retention", Retention(priority="high"), "retention.priority"),
+        ("retention", Retention(ttl_seconds=float("inf")), "ttl_seconds"),
+        ("retention", Retention(ttl_seconds=0), "ttl_seconds"),
+    ],
+)
+def test_an_admission_names_the_field_that_is_wrong(field, value, name):
+    rig = Rig()
+    handle = rig.container()
+    with pytest.raises(InvalidArgumentError, match=rf"^{name} is "):
+        rig.join(handle, prompt(6), 0, **{field: value})
+    assert handle.num_sequences == 0
