@@ -30,6 +30,13 @@ MODULES = [
     "edgellm._core.checkpoints",
     "edgellm._core.recount",
     "edgellm._core.cache_manager",
+    # Host code that knows requests lies beside the session.
+    "edgellm.session._finish",
+    "edgellm.session._ledger",
+    "edgellm.session._step_plan",
+    "edgellm.session._plan_check",
+    "edgellm.session._decode_lane",
+    "edgellm.session._lowering",
 ]
 
 # C kernels: the module and the C files it is linked with.

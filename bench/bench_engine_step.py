@@ -1,107 +1,48 @@
-"""Host time of one engine step over a null executor, against a plain-Python model of the same step.
+"""Host time of one engine step over a null executor: whole, in parts, against a plain-Python model, against before.
 
-    pytest bench/bench_engine_step.py                        # times; ratio in extra_info
+    pytest bench/bench_engine_step.py                        # times; ratios and parts in extra_info
     pytest bench/bench_engine_step.py --benchmark-disable    # smoke test
 
-`test_decode_step` is the whole path: command queue, admission, planning, plan validation, session, detokeniser,
-thread-safe streams, commit.  The model keeps the bare rules in one loop: what it leaves out (identities, validation,
-two-pass commit, cancellation, recovery, threads) is what the ratio prices.  `test_plan` is planning alone.
+`test_decode_step` is the whole path: command queue, admission, planning, plan validation, session, commit, and for
+streamed requests detokeniser and thread-safe streams.  The model keeps the bare rules in one loop: what it leaves out
+(identities, validation, two-pass commit, cancellation, recovery, threads) is what the ratio prices.
 
-Both make the same plans and the same text, which is checked first.  The peer's round is the `setup` of ours, so the
-rounds alternate.  The ratio is our best round over the peer's best: a guard against regressions (`LIMIT`), not an aim.
+`test_decode_step_with_pages` is the same over the real rank session: lowering, page growth and cache publication
+instead of a script.  `parts_us` says where its time goes; the aim for 256 residents is `PAGES_AIM_US`.
+
+`test_before` compares with an earlier commit; `step_driver.py` says how.
+
+The peer's round is the `setup` of ours, so the rounds alternate; ratios are of the best rounds.  `LIMIT` guards against
+regressions: about twice what was measured.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 import sys
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import pytest
 
+import edgellm.session.core as core
+from bench import step_driver
 from bench.peers.plain_engine import PlainEngine
-from edgellm.engine.actor import EngineActor
-from edgellm.engine.command_queue import EngineChannel
-from edgellm.engine.config import EngineConfig
-from edgellm.engine.metrics import EngineMetrics
-from edgellm.engine.records import RequestRecord
-from edgellm.request import LLMGenerationRequest
-from edgellm.sampling.params import SamplingParams
-from edgellm.session.types import SequenceWork, SessionOptions
-from edgellm.streaming import StreamChannel
-from edgellm.testing.scripted_session import Script, ScriptedRuntime
+from bench.step_driver import MAX_INPUT, ROUNDS, STEPS, TOKEN_ID, Driver, decoding, scripted_runtime
 
-TOKEN_ID = 2 + ord("k")
-PAGE_SIZE = 16
-MAX_INPUT = 1024
-ENDLESS = 1_000_000
-STEPS = {1: 40, 32: 10, 256: 3}  # a round
-ROUNDS = 40
-LIMIT = {"step": 45.0, "plan": 25.0}
+RESIDENTS = (1, 32, 256)
+LIMIT = {
+    "blocking": {1: 40.0, 32: 6.0, 256: 1.6},
+    "stream": {1: 45.0, 32: 30.0, 256: 30.0},
+    "plan": {1: 2.0, 32: 0.5, 256: 0.4},
+}
+PAGES_AIM_US = 140.0  # the plain floor's time for the pages alone, 256 residents
 
 
-class Ours:
-    """Engine and session, driven on this thread one boundary at a time."""
-
-    def __init__(self, seats: int) -> None:
-        self.runtime = ScriptedRuntime(
-            script=Script(next_token=lambda prompt, index: TOKEN_ID),
-            max_batch_size=seats,
-            max_input_length=MAX_INPUT,
-            max_kv_capacity=1 << 24,
-            num_pages=1 << 22,
-            page_size=PAGE_SIZE,
-        )
-        config = EngineConfig(command_queue_capacity=1024, max_pending_requests=1024)
-        self.channel = EngineChannel(config, EngineMetrics())
-        self.actor = EngineActor(
-            channel=self.channel,
-            config=config,
-            open_session=lambda: self.runtime.open_session(SessionOptions(allow_compact_execution=True)),
-            device_healthy=None,
-            close_runtime=None,
-        )
-        self.actor._open()
-        self.records: list[RequestRecord] = []
-
-    def submit(self, prompt_length: int, max_tokens: int) -> None:
-        stream = StreamChannel.create()
-        request = LLMGenerationRequest(
-            prompt_token_ids=[5] * prompt_length,
-            sampling=SamplingParams(max_tokens=max_tokens),
-            stream_channel=stream,
-        )
-        record = RequestRecord(
-            request_id=self.channel.reserve(),
-            request=request,
-            channel=stream,
-            note_cancel=self.channel.note_cancel,
-        )
-        self.channel.post(record)
-        self.records.append(record)
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.actor._drain()
-            self.actor._boundary()
-
-    def plans(self) -> list[list[tuple[int, bool, int, int]]]:
-        return [
-            [(d.identity.request_id, d.work is SequenceWork.CONTEXT, d.query_length, d.past_length) for d in entry[1]]
-            for entry in self.runtime.log
-            if entry[0] == "execute"
-        ]
-
-    def rest(self) -> None:
-        """Forget what only grows: the test double's log and unread chunks."""
-        self.runtime.log.clear()
-        for record in self.records:
-            while record.channel.try_pop() is not None:
-                pass
-
-
-def make_peer(ours: Ours) -> PlainEngine:
+def make_peer(ours: Driver, *, stream: bool) -> PlainEngine:
     limits = ours.actor._limits
     return PlainEngine(
         seats=limits.max_batch_size,
@@ -110,20 +51,20 @@ def make_peer(ours: Ours) -> PlainEngine:
         max_chunk_tokens=limits.max_chunk_tokens,
         max_step_tokens=limits.max_step_tokens,
         max_input=limits.max_input_length,
-        piece={TOKEN_ID: "k"}.__getitem__,
+        piece={TOKEN_ID: "k"}.__getitem__ if stream else None,
     )
 
 
-def check_equal(seats: int) -> None:
+def check_equal(seats: int, *, stream: bool) -> None:
     """Random-looking arrivals and lengths: equal plans at every step, equal tokens, text and streams."""
-    ours = Ours(seats)
-    peer = make_peer(ours)
+    ours = Driver(seats, scripted_runtime(seats), null=False)
+    peer = make_peer(ours, stream=stream)
     peer_plans, submitted = [], 0
     for step in range(120):
         for _ in range(1 + step % 3 if submitted < 40 else 0):
             submitted += 1
             prompt_length, max_tokens = 1 + submitted * 137 % MAX_INPUT, 1 + submitted * 31 % 23
-            ours.submit(prompt_length, max_tokens)
+            ours.submit(prompt_length, max_tokens, stream=stream)
             peer.submit(submitted, prompt_length, max_tokens)
         ours.steps(1)
         peer_plans.append(peer.step(TOKEN_ID))
@@ -135,24 +76,30 @@ def check_equal(seats: int) -> None:
         sequence = peer.done[record.id]
         assert record.response is not None
         assert record.response.token_ids == sequence.generated
-        assert record.response.text == sequence.text
-        chunks = list(record.channel)
-        assert [(tuple(c.token_ids), c.text, c.finished) for c in chunks] == list(sequence.stream)
-    ours.actor._close_session()
+        assert record.response.text == "k" * len(sequence.generated)
+        if record.channel is not None:
+            chunks = list(record.channel)
+            assert [(tuple(c.token_ids), c.text, c.finished) for c in chunks] == list(sequence.stream)
+    ours.close()
 
 
-@pytest.mark.parametrize("residents", [1, 32, 256])
-def test_decode_step(benchmark: Any, residents: int) -> None:
-    check_equal(residents)
-    ours = Ours(residents)
-    peer = make_peer(ours)
+def decoding_peer(ours: Driver, residents: int, *, stream: bool) -> PlainEngine:
+    peer = make_peer(ours, stream=stream)
     for number in range(residents):
-        ours.submit(16, ENDLESS)
-        peer.submit(number + 1, 16, ENDLESS)
-    ours.steps(2)
-    for _ in range(2):
+        peer.submit(number + 1, 17, 1_000_000)
+    while any(sequence.left for sequence in peer.running) or not peer.running:
         peer.step(TOKEN_ID)
     assert len(peer.running) == ours.actor.resident() == residents
+    return peer
+
+
+@pytest.mark.parametrize("mode", ["blocking", "stream"])
+@pytest.mark.parametrize("residents", RESIDENTS)
+def test_decode_step(benchmark: Any, residents: int, mode: str) -> None:
+    stream = mode == "stream"
+    check_equal(residents, stream=stream)
+    ours = decoding(residents, stream=stream, pages=False)
+    peer = decoding_peer(ours, residents, stream=stream)
     count, peer_ns = STEPS[residents], []
 
     def peer_round() -> None:
@@ -166,24 +113,15 @@ def test_decode_step(benchmark: Any, residents: int) -> None:
 
     benchmark.pedantic(ours.steps, args=(count,), setup=peer_round, rounds=ROUNDS, warmup_rounds=3)
     assert ours.actor.resident() == residents
-    ours.actor._close_session()
-    report(benchmark, peer_ns, count, residents, LIMIT["step"])
+    ours.close()
+    report(benchmark, peer_ns, count, residents, LIMIT[mode][residents])
 
 
-@pytest.mark.parametrize("residents", [1, 32, 256])
+@pytest.mark.parametrize("residents", RESIDENTS)
 def test_plan(benchmark: Any, residents: int) -> None:
-    ours = Ours(residents)
-    peer = make_peer(ours)
-    for number in range(residents):
-        ours.submit(16, ENDLESS)
-        peer.submit(number + 1, 16, ENDLESS)
-    ours.steps(2)
-    for _ in range(2):
-        peer.step(TOKEN_ID)
+    ours = decoding(residents, stream=False, pages=False)
+    peer = decoding_peer(ours, residents, stream=False)
     planner, lengths = ours.actor._planner, ours.actor._coordinator.lengths
-    assert [(d.identity.request_id, d.query_length, d.past_length) for d in planner.plan(lengths)] == [
-        (sequence.request_id, query, sequence.committed) for sequence, _, query in peer.plan()
-    ]
     count, peer_ns = 10 * STEPS[residents], []
 
     def peer_round() -> None:
@@ -197,8 +135,95 @@ def test_plan(benchmark: Any, residents: int) -> None:
             planner.plan(lengths)
 
     benchmark.pedantic(our_round, setup=peer_round, rounds=ROUNDS, warmup_rounds=3)
-    ours.actor._close_session()
-    report(benchmark, peer_ns, count, residents, LIMIT["plan"])
+    ours.close()
+    report(benchmark, peer_ns, count, residents, LIMIT["plan"][residents])
+
+
+class Stopwatch:
+    """Wraps calls of one step and keeps the best time of each; the wrapper's own cost is in every part."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._inside = 0
+        self._step: dict[str, int] = {}
+        self.best_us: dict[str, float] = {}
+
+    def watch(self, part: str, owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, inner_before = perf_counter_ns(), self._inside
+            result = call(*args, **kwargs)
+            took = perf_counter_ns() - start
+            self._step[part] = self._step.get(part, 0) + took - (self._inside - inner_before)  # without parts inside
+            self._inside = inner_before + took
+            return result
+
+        self._monkeypatch.setattr(owner, name, timed)
+
+    def step(self, run: Any) -> None:
+        self._inside = 0
+        self._step = {}
+        start = perf_counter_ns()
+        run(1)
+        self._step["rest"] = perf_counter_ns() - start - self._inside
+        for part, took in self._step.items():
+            self.best_us[part] = min(self.best_us.get(part, 1e9), took / 1e3)
+
+
+def parts_of(ours: Driver, monkeypatch: pytest.MonkeyPatch, steps: int) -> dict[str, float]:
+    actor, session = ours.actor, ours.runtime._session
+    watch = Stopwatch(monkeypatch)
+    watch.watch("plan", actor._planner, "plan")
+    watch.watch("validate", core, "check_plan")
+    watch.watch("lower", session._lowering, "lower")
+    watch.watch("decoder", ours.runtime.decoder, "run_step")
+    for name in ("poll_cancelled", "moved_seat", "take_tokens", "report"):
+        watch.watch("ledger", core, name)
+    watch.watch("ledger", actor._coordinator, "commit")
+    watch.watch("pages", session._coordinator, "prepare_decode_step")
+    watch.watch("publish", session._coordinator, "complete_decode_step")
+    for _ in range(steps):
+        watch.step(ours.steps)
+    return {part: round(best, 1) for part, best in watch.best_us.items()}
+
+
+@pytest.mark.parametrize("residents", RESIDENTS)
+def test_decode_step_with_pages(benchmark: Any, monkeypatch: pytest.MonkeyPatch, residents: int) -> None:
+    ours = decoding(residents, stream=False, pages=True)
+    count = STEPS[residents]
+    benchmark.pedantic(ours.steps, args=(count,), rounds=ROUNDS, warmup_rounds=3)
+    step_us = None if benchmark.stats is None else benchmark.stats.stats.min / count * 1e6
+    parts = parts_of(ours, monkeypatch, 5 if step_us is None else 100)
+    assert set(parts) == {"plan", "validate", "lower", "decoder", "ledger", "pages", "publish", "rest"}
+    assert ours.actor.resident() == residents
+    ours.close()
+    ours.runtime.close()
+    if step_us is not None:
+        benchmark.extra_info.update(step_us=round(step_us, 1), parts_us=parts, aim_us=PAGES_AIM_US, residents=residents)
+        assert residents < 256 or step_us < 2 * PAGES_AIM_US  # twice: a shared machine
+
+
+@pytest.mark.skipif(not os.environ.get("EDGELLM_BENCH_BEFORE"), reason="EDGELLM_BENCH_BEFORE names no earlier tree")
+@pytest.mark.parametrize("pages", [False, True], ids=["rules", "pages"])
+@pytest.mark.parametrize("mode", ["blocking", "stream"])
+@pytest.mark.parametrize("residents", RESIDENTS)
+def test_before(benchmark: Any, residents: int, mode: str, pages: bool) -> None:
+    """The same program in both trees, by turns."""
+    arguments = [str(residents), mode, "pages" if pages else "rules"]
+
+    def run(tree: str | Path) -> float:
+        command = [sys.executable, step_driver.__file__, *arguments]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
+        return float(done.stdout.split()[-1])
+
+    here = Path(step_driver.__file__).parent.parent
+    pairs = [(run(os.environ["EDGELLM_BENCH_BEFORE"]), run(here)) for _ in range(3)]
+    before, now = (min(column) for column in zip(*pairs, strict=True))
+    benchmark.pedantic(lambda: None)
+    benchmark.extra_info.update(
+        before_us=round(before, 1), now_us=round(now, 1), times_faster=round(before / now, 2), residents=residents
+    )
 
 
 def report(benchmark: Any, peer_ns: list[int], count: int, residents: int, limit: float) -> None:

@@ -23,7 +23,11 @@ class PlainSequence:
 
 
 class PlainEngine:
-    """Mixed steps, first come first served, page-aligned chunks."""
+    """Mixed steps, first come first served, page-aligned chunks.
+
+    Args:
+        piece: token id to its text; None for requests that nobody streams.
+    """
 
     def __init__(self, *, seats, page, max_num_tokens, max_chunk_tokens, max_step_tokens, max_input, piece):
         self.seats, self.page = seats, page
@@ -53,10 +57,11 @@ class PlainEngine:
                 if sequence.left:
                     continue
             sequence.generated.append(token_id)
-            piece = self.piece(token_id)
-            sequence.text += piece
             ended = len(sequence.generated) >= sequence.max_tokens
-            sequence.stream.append(((token_id,), piece, ended))
+            if self.piece is not None:
+                piece = self.piece(token_id)
+                sequence.text += piece
+                sequence.stream.append(((token_id,), piece, ended))
             if ended:
                 finished = True
                 self.done[sequence.request_id] = sequence

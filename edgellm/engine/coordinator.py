@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 from edgellm.engine.records import TerminalStatus
 from edgellm.engine.step_planner import LengthLedger
 from edgellm.errors import ContractViolation
+from edgellm.log import get_logger
+from edgellm.session._decode_lane import advance_mirror
+from edgellm.session._ledger import with_prompt_left
+from edgellm.session._step_plan import StepPlan
 from edgellm.session.types import FinishReason, SequenceIdentity, SequenceWork
 
 if TYPE_CHECKING:
@@ -30,9 +34,15 @@ if TYPE_CHECKING:
     )
 
 
+_logger = get_logger(__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one request's end is, ready to be published."""
+    """What one request's end is, ready to be published.
+
+    `response` is the answer; of a request that did not complete, what it had generated, or None.
+    """
 
     record: RequestRecord
     status: TerminalStatus
@@ -107,9 +117,21 @@ class RequestCoordinator:
         for seat in self._seats.values():
             seat.lengths.cancelled = seat.record.cancelled
 
+    def attach_streams(self, session: RuntimeSession) -> None:
+        """Hand streams to residents that got one after their admission; one that fails is filled at the end."""
+        for seat in self._seats.values():
+            channel = seat.record.channel
+            if channel is None or seat.request.stream_channel is not None:
+                continue
+            seat.request.stream_channel = channel
+            try:
+                session.attach_stream(seat.lengths.ref, channel)
+            except Exception:
+                _logger.exception("request %d: its late stream could not be attached", seat.record.id)
+
     def refresh_next_blocks(self, session: RuntimeSession) -> None:
         """Ask which block each unfinished prompt would compute next, where several are unfinished."""
-        unfinished = [lengths for lengths in self._lengths if lengths.prompt_remaining]
+        unfinished = with_prompt_left(self._lengths)
         for lengths in unfinished:
             lengths.next_block = session.next_block_identity(lengths.ref) if len(unfinished) > 1 else None
 
@@ -128,11 +150,12 @@ class RequestCoordinator:
         if len({ref for ref, _ in result.finished}) != len(outcomes):
             raise ContractViolation(f"step {result.step_id} finished a resident twice: {result.finished}")
         if result.ok:
-            advances = self._advances(result.execution, plan)
             first_tokens = self._first_tokens(result)
-            for lengths, committed, consumed in advances:
-                lengths.committed = committed
-                lengths.prompt_remaining -= consumed
+            execution = result.execution
+            if not (isinstance(execution, StepPlan) and advance_mirror(self._lengths, execution)):
+                for lengths, committed, consumed in self._advances(execution, plan):
+                    lengths.committed = committed
+                    lengths.prompt_remaining -= consumed
             for slot, record in first_tokens:
                 self._stamp_first_token(slot, record)
             self._count(result)
@@ -164,11 +187,13 @@ class RequestCoordinator:
     def _outcome(self, ref: ResidentRef, snapshot: BatchResult, session: RuntimeSession) -> Outcome:
         seat = self._seat(ref)
         record = seat.record
+        stops = seat.request.sampling.stop_strings
         if snapshot.terminal_reason is FinishReason.CANCELLED or record.cancelled:
-            return Outcome(record, TerminalStatus.CANCELLED)
+            return Outcome(record, TerminalStatus.CANCELLED, response=_partial(snapshot, stops, session))
         if snapshot.terminal_reason is FinishReason.ERROR:
-            return Outcome(record, TerminalStatus.EXECUTION_ERROR, snapshot.error_message or "the sequence failed")
-        response = session.materialize(snapshot, seat.request.sampling.stop_strings)
+            message = snapshot.error_message or "the sequence failed"
+            return Outcome(record, TerminalStatus.EXECUTION_ERROR, message, _partial(snapshot, stops, session))
+        response = session.materialize(snapshot, stops)
         return Outcome(record, TerminalStatus.COMPLETED, response=response)
 
     def _advances(
@@ -232,7 +257,7 @@ class RequestCoordinator:
         metrics.graph_launched += result.graph_launched
         metrics.prefix_published += result.published_prefix
         if not context:
-            metrics.decode_tokens += sum(entry.query_length for entry in result.execution)
+            metrics.decode_tokens += _num_tokens(result.execution)
             return
         for entry in result.execution:
             if entry.work is SequenceWork.CONTEXT:
@@ -240,6 +265,25 @@ class RequestCoordinator:
                 metrics.prefill_tokens += entry.query_length
             else:
                 metrics.decode_tokens += entry.query_length
+
+
+def _num_tokens(execution: Sequence[ScheduledSequenceDescriptor]) -> int:
+    if isinstance(execution, StepPlan):
+        return execution.num_tokens
+    return sum(entry.query_length for entry in execution)
+
+
+def _partial(
+    snapshot: BatchResult, stop_strings: Sequence[str], session: RuntimeSession
+) -> LLMGenerationResponse | None:
+    """What an unfinished request had generated; a failure here must not become the failure of others."""
+    if not snapshot.generate_length:
+        return None
+    try:
+        return session.materialize(snapshot, stop_strings)
+    except Exception:
+        _logger.exception("what a request had generated before it ended could not be decoded")
+        return None
 
 
 def _lost(record: RequestRecord, message: str) -> Outcome:

@@ -10,20 +10,21 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from edgellm.engine.config import Preemption, SchedulingPolicy
-from edgellm.session.types import ScheduledSequenceDescriptor, SequenceWork
+from edgellm.session._ledger import LengthRow, with_prompt_left
+from edgellm.session._step_plan import StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from edgellm.cache.types import Hash128
     from edgellm.engine.config import SchedulingOptions, StepLimits
-    from edgellm.session.types import RequestId, ResidentRef, SequenceIdentity
+    from edgellm.session.types import SequenceIdentity
 
 _BY_ARRIVAL = attrgetter("arrival")
 _BY_PRIORITY = attrgetter("priority", "arrival")
 
 
-class LengthLedger:
+class LengthLedger(LengthRow):
     """Lengths of one resident as the engine mirrors them, in tokens.
 
     Attributes:
@@ -35,17 +36,7 @@ class LengthLedger:
         next_block: identity of the prompt block it would compute next, or None where it can share nothing.
     """
 
-    __slots__ = (
-        "arrival",
-        "cancelled",
-        "committed",
-        "exclusive",
-        "identity",
-        "next_block",
-        "paused_steps",
-        "priority",
-        "prompt_remaining",
-    )
+    __slots__ = ("arrival", "cancelled", "next_block", "paused_steps", "priority")
 
     def __init__(
         self,
@@ -58,23 +49,29 @@ class LengthLedger:
         exclusive: bool = False,
         cancelled: bool = False,
     ) -> None:
-        self.identity = identity
+        super().__init__(identity, committed=committed, prompt_remaining=prompt_remaining, exclusive=exclusive)
         self.arrival = arrival
         self.priority = priority
-        self.committed = committed
-        self.prompt_remaining = prompt_remaining
-        self.exclusive = exclusive
         self.cancelled = cancelled
         self.paused_steps = 0
         self.next_block: Hash128 | None = None
 
-    @property
-    def ref(self) -> ResidentRef:
-        return self.identity.resident
 
-    @property
-    def request_id(self) -> RequestId:
-        return self.identity.request_id
+class _Draft:
+    """A plan being made: who takes part, and with how many tokens."""
+
+    __slots__ = ("_lengths", "_seats")
+
+    def __init__(self) -> None:
+        self._seats: list[LengthLedger] = []
+        self._lengths: list[int] = []
+
+    def add(self, seat: LengthLedger, length: int = 1) -> None:
+        self._seats.append(seat)
+        self._lengths.append(length)
+
+    def plan(self) -> StepPlan:
+        return StepPlan.of(self._seats, self._lengths)
 
 
 class StepPlanner:
@@ -96,70 +93,82 @@ class StepPlanner:
         self._max_pause_steps = options.max_pause_steps
         self.num_paused = 0
 
-    def plan(self, residents: Sequence[LengthLedger]) -> list[ScheduledSequenceDescriptor]:
+    def plan(self, residents: list[LengthLedger], *, prompt_tokens: int | None = None) -> StepPlan:
         """The next step.
 
         Args:
             residents: all residents in resident order.
+            prompt_tokens: most prompt tokens of a compact step, below the configured budget; the first prompt in
+                order gets a page (or its end) all the same.
         Returns:
             Never empty while anybody is resident.
-        Effects: `paused_steps` of the residents.  Cost: O(residents), plus sorting unfinished prompts.
+        Effects: `paused_steps` of the residents.  Cost: O(residents), plus sorting unfinished prompts; in C while
+            all decode.
         """
         self.num_paused = 0
-        if not residents:
-            return []
-        prompts = [seat for seat in residents if seat.prompt_remaining]
-        if not prompts:
+        everybody_decodes = StepPlan.full_cohort(residents)
+        if everybody_decodes is not None:
             self._clear_pauses(residents)
-            return [_decode_row(seat) for seat in residents]
+            return everybody_decodes
+        prompts = with_prompt_left(residents)
         if residents[0].exclusive:
-            return [_chunk(residents[0], residents[0].prompt_remaining)]
+            return _whole_prompt(residents[0])
         prompts.sort(key=self._order)
         if not self.limits.compact:
-            return [_chunk(prompts[0], prompts[0].prompt_remaining)]
+            return _whole_prompt(prompts[0])
         if self.limits.mixed:
-            return self._mixed(residents, prompts)
-        return self._prefill_first(residents, prompts)
+            return self._mixed(residents, prompts, prompt_tokens)
+        return self._prefill_first(residents, prompts, prompt_tokens)
 
-    def _mixed(
-        self, residents: Sequence[LengthLedger], prompts: list[LengthLedger]
-    ) -> list[ScheduledSequenceDescriptor]:
+    def _mixed(self, residents: list[LengthLedger], prompts: list[LengthLedger], prompt_tokens: int | None) -> StepPlan:
         if self._pauses:
             residents, prompts = self._without_paused(residents, prompts)
-        plan = [_decode_row(seat) for seat in residents if not seat.prompt_remaining]
-        decoding = any(not (seat.prompt_remaining or seat.cancelled) for seat in residents)
-        active = self._add_cancelled(plan, prompts)
-        if decoding:
-            rows = sum(1 for seat in residents if not (seat.prompt_remaining or seat.cancelled))
+        draft, rows = _Draft(), 0
+        for seat in residents:
+            if not seat.prompt_remaining:
+                draft.add(seat)
+                rows += not seat.cancelled
+        active = self._add_cancelled(draft, prompts)
+        if rows:
             budget, cap = self.limits.max_num_tokens - rows, self.limits.max_chunk_tokens
         else:
             budget, cap = self.limits.max_prompt_step_tokens, self.limits.max_input_length
-        self._fill(plan, active, budget=budget, cap=cap)
-        return plan
+        self._fill(draft, active, budget=self._bounded(budget, prompt_tokens), cap=cap)
+        return draft.plan()
+
+    def _bounded(self, budget: int, prompt_tokens: int | None) -> int:
+        return budget if prompt_tokens is None else min(budget, max(prompt_tokens, self.limits.page_size))
 
     def _prefill_first(
-        self, residents: Sequence[LengthLedger], prompts: list[LengthLedger]
-    ) -> list[ScheduledSequenceDescriptor]:
-        plan = [_decode_row(seat) for seat in residents if seat.cancelled and not seat.prompt_remaining]
-        active = self._add_cancelled(plan, prompts)
+        self, residents: Sequence[LengthLedger], prompts: list[LengthLedger], prompt_tokens: int | None
+    ) -> StepPlan:
+        draft = _Draft()
+        for seat in residents:
+            if seat.cancelled and not seat.prompt_remaining:
+                draft.add(seat)
+        active = self._add_cancelled(draft, prompts)
         if self._by_priority and active:
             active = [seat for seat in active if seat.priority == active[0].priority]
-        self._fill(plan, active, budget=self.limits.max_prompt_step_tokens, cap=self.limits.max_input_length)
-        return plan
+        budget = self._bounded(self.limits.max_prompt_step_tokens, prompt_tokens)
+        self._fill(draft, active, budget=budget, cap=self.limits.max_input_length)
+        return draft.plan()
 
     @staticmethod
-    def _add_cancelled(plan: list[ScheduledSequenceDescriptor], prompts: list[LengthLedger]) -> list[LengthLedger]:
+    def _add_cancelled(draft: _Draft, prompts: list[LengthLedger]) -> list[LengthLedger]:
         """Plan the least work for cancelled prompts, so that the session sees the flag; returns the others.
 
         A session observes cancellation of participants only.  One token is never run: the flag is polled
         before the step.
         """
-        plan.extend(_chunk(seat, 1) for seat in prompts if seat.cancelled)
-        return [seat for seat in prompts if not seat.cancelled]
+        active = []
+        for seat in prompts:
+            if seat.cancelled:
+                draft.add(seat)
+            else:
+                active.append(seat)
+        return active
 
-    def _fill(
-        self, plan: list[ScheduledSequenceDescriptor], prompts: list[LengthLedger], *, budget: int, cap: int
-    ) -> None:
+    def _fill(self, draft: _Draft, prompts: list[LengthLedger], *, budget: int, cap: int) -> None:
         """Give prompts, in order, what fits; a chunk that does not end its prompt ends on a page boundary.
 
         A prompt whose next block is computed in this step already waits for its producer: it finds the block in
@@ -183,19 +192,19 @@ class StepPlanner:
                 # A deployment whose steps are shorter than a page cannot align; the head moves all the same.
                 length = fits
             if length > 0:
-                plan.append(_chunk(seat, length))
+                draft.add(seat, length)
                 budget -= length
                 if seat.next_block is not None and length >= page:
                     being_computed.add(seat.next_block)
 
     def _without_paused(
-        self, residents: Sequence[LengthLedger], prompts: list[LengthLedger]
+        self, residents: list[LengthLedger], prompts: list[LengthLedger]
     ) -> tuple[list[LengthLedger], list[LengthLedger]]:
         """Both lists without the residents that are less urgent than the first unfinished prompt."""
         head = next((seat for seat in prompts if not seat.cancelled), None)
         if head is None:
             self._clear_pauses(residents)
-            return list(residents), prompts
+            return residents, prompts
         paused = set()
         for seat in residents:
             if seat.priority > head.priority and not seat.cancelled and self._may_pause(seat):
@@ -205,7 +214,7 @@ class StepPlanner:
                 seat.paused_steps = 0
         self.num_paused = len(paused)
         if not paused:
-            return list(residents), prompts
+            return residents, prompts
         return [s for s in residents if s.ref not in paused], [s for s in prompts if s.ref not in paused]
 
     def _may_pause(self, seat: LengthLedger) -> bool:
@@ -217,11 +226,5 @@ class StepPlanner:
                 seat.paused_steps = 0
 
 
-def _decode_row(seat: LengthLedger) -> ScheduledSequenceDescriptor:
-    return ScheduledSequenceDescriptor(seat.identity, SequenceWork.DECODE, 1, seat.committed, True)
-
-
-def _chunk(seat: LengthLedger, length: int) -> ScheduledSequenceDescriptor:
-    return ScheduledSequenceDescriptor(
-        seat.identity, SequenceWork.CONTEXT, length, seat.committed, length == seat.prompt_remaining
-    )
+def _whole_prompt(seat: LengthLedger) -> StepPlan:
+    return StepPlan.of([seat], [seat.prompt_remaining])

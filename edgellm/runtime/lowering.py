@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.runtime.batch import RaggedBatch
-from edgellm.session.types import SequenceWork
+from edgellm.session._lowering import lower_rows, tokens_to_run
+from edgellm.session._step_plan import StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +58,6 @@ class BatchLowering:
         self._state_index = np.zeros(max_sequences, dtype=np.int32)
         self._logits_index = np.zeros(max_sequences, dtype=np.int64)
         self._logits_to_seq = np.zeros(max_sequences, dtype=np.int32)
-        self._iota = np.arange(max_sequences + 1, dtype=np.int32)
         self._token_ids = np.zeros(_INITIAL_TOKENS, dtype=np.int32)
         self._positions = np.zeros(_INITIAL_TOKENS, dtype=np.int32)
 
@@ -67,62 +67,21 @@ class BatchLowering:
         Args:
             rows: one descriptor each, already validated.
         """
-        decode = [i for i, descriptor in enumerate(descriptors) if descriptor.work is SequenceWork.DECODE]
-        if len(decode) == len(rows):
-            return self._lower_decode(rows)
-        context = [
-            i
-            for i, descriptor in enumerate(descriptors)
-            if descriptor.work is SequenceWork.CONTEXT and rows[i].state_length < _chunk_end(descriptor)
-        ]
-        return self._lower_mixed(rows, descriptors, context, decode)
-
-    def _lower_decode(self, rows: Sequence[Resident]) -> LoweredStep:
-        """One token a row; no Python work per row beyond reading the three numbers."""
-        count = len(rows)
-        self._reserve_tokens(count)
-        self._query_len[:count] = 1
-        self._query_start[: count + 1] = self._iota[: count + 1]
-        self._past_len[:count] = [resident.committed for resident in rows]
-        self._state_index[:count] = [resident.ref.slot for resident in rows]
-        self._token_ids[:count] = [resident.generated[-1] for resident in rows]
-        self._positions[:count] = self._past_len[:count]
-        self._logits_index[:count] = self._iota[:count]
-        self._logits_to_seq[:count] = self._iota[:count]
-        return LoweredStep(self._views(count, count, count), list(range(count)), list(range(count)))
-
-    def _lower_mixed(
-        self,
-        rows: Sequence[Resident],
-        descriptors: Sequence[ScheduledSequenceDescriptor],
-        context: list[int],
-        decode: list[int],
-    ) -> LoweredStep:
-        plan_row = context + decode
-        self._reserve_tokens(sum(descriptor.query_length for descriptor in descriptors))
-        selected: list[int] = []
-        start = 0
-        for row, index in enumerate(plan_row):
-            resident, descriptor = rows[index], descriptors[index]
-            past = resident.state_length
-            query = _chunk_end(descriptor) - past
-            end = start + query
-            if descriptor.work is SequenceWork.CONTEXT:
-                self._token_ids[start:end] = resident.prompt[past : past + query]
-            else:
-                self._token_ids[start] = resident.generated[-1]
-            self._positions[start:end] = np.arange(past, past + query, dtype=np.int32)
-            self._query_start[row] = start
-            self._query_len[row] = query
-            self._past_len[row] = past
-            self._state_index[row] = resident.ref.slot
-            if descriptor.select_last_token_logits:
-                self._logits_index[len(selected)] = end - 1
-                self._logits_to_seq[len(selected)] = row
-                selected.append(index)
-            start = end
-        self._query_start[len(plan_row)] = start
-        return LoweredStep(self._views(len(plan_row), start, len(selected)), plan_row, selected)
+        plan = descriptors if type(descriptors) is StepPlan else StepPlan(descriptors)
+        self._reserve_tokens(tokens_to_run(rows, plan))
+        plan_row, selected, tokens = lower_rows(
+            rows,
+            plan,
+            self._token_ids,
+            self._positions,
+            self._query_start,
+            self._query_len,
+            self._past_len,
+            self._state_index,
+            self._logits_index,
+            self._logits_to_seq,
+        )
+        return LoweredStep(self._views(len(plan_row), tokens, len(selected)), plan_row, selected)
 
     def _views(self, sequences: int, tokens: int, logits: int) -> RaggedBatch:
         return RaggedBatch(
@@ -142,7 +101,3 @@ class BatchLowering:
             size = max(tokens, 2 * len(self._token_ids))
             self._token_ids = np.zeros(size, dtype=np.int32)
             self._positions = np.zeros(size, dtype=np.int32)
-
-
-def _chunk_end(descriptor: ScheduledSequenceDescriptor) -> int:
-    return descriptor.past_length + descriptor.query_length

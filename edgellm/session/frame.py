@@ -13,14 +13,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from edgellm.errors import ContractViolation, InvariantError
 from edgellm.log import get_logger
+from edgellm.session._ledger import still_running
+from edgellm.session._step_plan import StepPlan
 from edgellm.session.base import RuntimeSession
-from edgellm.session.channels import finish_unfinished
+from edgellm.session.channels import attach_late, finish_unfinished
 from edgellm.session.materialize import materialize_result
-from edgellm.session.plan_check import StepShape
+from edgellm.session.plan_check import PlanLimits, StepShape
 from edgellm.session.resident import Resident
 from edgellm.session.slots import ResidentSlotPool
 from edgellm.session.text import TextPipeline
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
     from edgellm.sampling.logprobs import TokenLogprobs
     from edgellm.sampling.state import SamplingState
+    from edgellm.streaming import StreamChannel
 
 _logger = get_logger(__name__)
 NO_STEP = StepId(0)
@@ -95,17 +98,49 @@ class RowOutcome:
 
 
 @dataclass(slots=True)
-class Step:
-    """One step on its way: the rows that run, in plan order, and what became of them."""
+class OneTokenOutcomes:
+    """Outcomes of a step of decode rows: each committed one position and got one token, without log-probabilities.
 
-    plan: Sequence[ScheduledSequenceDescriptor]
+    Attributes:
+        token_ids: (n,) int32, in the order of the step's rows; -1 exactly where `errors` names the row.
+        errors: row index to reason; such a row ends, the others are unaffected.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Step:
+    """One step on its way: the rows that run, in plan order, and what became of them.
+
+    Attributes:
+        plan: what was asked for.
+        rows, descriptors: the residents that run and what each does, one entry each; `rows` is not to be modified.
+        execution: what ran.
+        one_token_each: the tokens of `rows`, (n,) int32, where all of them decoded exactly one and none failed; else
+            None.  Set before `_commit`.
+    """
+
+    plan: StepPlan
     shape: StepShape
     rows: list[Resident]
-    descriptors: list[ScheduledSequenceDescriptor]
+    descriptors: StepPlan
     step_id: StepId = NO_STEP
-    execution: list[ScheduledSequenceDescriptor] = field(default_factory=list)
+    execution: Sequence[ScheduledSequenceDescriptor] = ()
+    one_token_each: npt.NDArray[np.int32] | None = None
     published_prefix: bool = False
     graph_launched: bool = False
+
+    def keep_running(self) -> None:
+        """Leave out the rows that have ended."""
+        kept = still_running(self.rows)
+        if kept is not None:
+            self.rows = [self.rows[index] for index in kept]
+            self.descriptors = self.descriptors.take(kept)
 
 
 class SessionFrame(RuntimeSession):
@@ -127,6 +162,7 @@ class SessionFrame(RuntimeSession):
         self._seats: list[Resident | None] = [None] * self._slots.capacity
         self._order: list[Resident] = []
         self._next_step_id = 1
+        self._plan_limits: PlanLimits | None = None  # made on first use
         self._state = SessionState.OPEN
         self._state_reason = ""
         self._ended_in = SessionState.OPEN
@@ -152,7 +188,7 @@ class SessionFrame(RuntimeSession):
         """Before the step runs: grow what its rows need.  Ends rows that cannot run with ERROR."""
 
     @abstractmethod
-    def _run(self, step: Step) -> list[RowOutcome]:
+    def _run(self, step: Step) -> list[RowOutcome] | OneTokenOutcomes:
         """Execute the step's rows; one outcome a row, in the order of `step.rows`."""
 
     @abstractmethod
@@ -179,9 +215,9 @@ class SessionFrame(RuntimeSession):
         """
         return None
 
-    def _make_text(self, request: LLMGenerationRequest) -> TextPipeline | None:
+    def _make_text(self, request: LLMGenerationRequest, channel: StreamChannel | None) -> TextPipeline | None:
         """Incremental text of one request, or None where nobody reads it before the end."""
-        params, channel = request.sampling, request.stream_channel
+        params = request.sampling
         if channel is None and not params.stop_strings:
             return None
         skip = params.skip_special_tokens
@@ -233,6 +269,25 @@ class SessionFrame(RuntimeSession):
     def _on_compact_refused(self, failure: str) -> None:
         """Remember, for the runtime's life, that compact steps are unavailable."""
 
+    # ---- streams ----------------------------------------------------------------------------------------
+
+    def attach_stream(self, ref: ResidentRef, channel: StreamChannel) -> bool:
+        self._check_thread("attach_stream")
+        if self._driving or self._state is SessionState.CLOSED:
+            where = f"inside {self._driving}" if self._driving else "closed"
+            raise ContractViolation(f"attach_stream: the session is {where}; attach between two steps")
+        resident = self._live(ref, "attach_stream")
+        if resident.channel is not None or resident.released:
+            raise ContractViolation(f"attach_stream: request {resident.request_id} has a stream, or was released")
+        attach_late(resident, channel, self._make_text(resident.request, channel))
+        return True
+
+    def _live(self, ref: ResidentRef, call: str) -> Resident:
+        resident = self._seats[ref.slot] if 0 <= ref.slot < len(self._seats) else None
+        if resident is None or resident.ref != ref:
+            raise ContractViolation(f"{call}: {ref} is not a live resident")
+        return resident
+
     # ---- ending -----------------------------------------------------------------------------------------
 
     def release_for_readmission(self, ref: ResidentRef) -> None:
@@ -242,9 +297,7 @@ class SessionFrame(RuntimeSession):
                 f"release_for_readmission: the session is {self._state.value}; only after a refused compact step "
                 f"can a request move to another session"
             )
-        resident = self._seats[ref.slot] if 0 <= ref.slot < len(self._seats) else None
-        if resident is None or resident.ref != ref:
-            raise ContractViolation(f"release_for_readmission: {ref} is not a live resident")
+        resident = self._live(ref, "release_for_readmission")
         if not resident.prompt_remaining or resident.generated:
             raise ContractViolation(
                 f"release_for_readmission: {ref} completed its prompt; fail request {resident.request_id} instead"
@@ -254,6 +307,21 @@ class SessionFrame(RuntimeSession):
         if resident.channel is not None:
             resident.channel.detach()
         resident.released = True
+
+    def release_for_replay(self, ref: ResidentRef) -> bool:
+        self._check_thread("release_for_replay")
+        if self._state not in (SessionState.LOST, SessionState.REFUSED):
+            raise ContractViolation(
+                f"release_for_replay: the session is {self._state.value}; only after it was lost can a request begin "
+                f"again in another one"
+            )
+        resident = self._live(ref, "release_for_replay")
+        if resident.request.token_callback is not None and resident.generated:
+            return False
+        if resident.released or (resident.channel is not None and not resident.channel.rewind()):
+            return False
+        resident.released = True
+        return True
 
     def close(self) -> None:
         """See `RuntimeSession.close`.
@@ -277,6 +345,12 @@ class SessionFrame(RuntimeSession):
             self._seats[resident.ref.slot] = None
             self._slots.release(resident.ref)
         self._order = []
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("a session owns its runtime's pages and cannot be copied; open another one")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError("a session owns its runtime's pages and cannot be copied; open another one")
 
     def __enter__(self: _Session) -> _Session:
         return self

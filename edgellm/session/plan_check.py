@@ -2,6 +2,9 @@
 
 Pure functions over the residents' ledgers.  The scripted and the rank session call the same code, and a
 planner may be fuzzed against it.  The first broken rule raises; nothing is ever modified.
+
+A `StepPlan` that breaks no rule is accepted by the same rules in C (`_plan_check.pyx`); whatever those do not
+accept comes here, for the message.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from enum import Enum
 from typing import Protocol
 
 from edgellm.errors import ContractViolation
+from edgellm.session._ledger import LengthRow
+from edgellm.session._plan_check import COMPACT, FULL_COHORT_DECODE, LOOK_CLOSER, WHOLE_PROMPT, quick_shape
+from edgellm.session._step_plan import StepPlan
 from edgellm.session.types import ResidentRef, ScheduledSequenceDescriptor, SequenceWork
 
 _INT32_MAX = 2**31 - 1
@@ -59,6 +65,13 @@ class StepShape(Enum):
     COMPACT = "compact"
 
 
+_SHAPE_OF_CODE = {
+    FULL_COHORT_DECODE: StepShape.FULL_COHORT_DECODE,
+    WHOLE_PROMPT: StepShape.WHOLE_PROMPT,
+    COMPACT: StepShape.COMPACT,
+}
+
+
 def check_plan(
     plan: Sequence[ScheduledSequenceDescriptor],
     *,
@@ -75,6 +88,18 @@ def check_plan(
     Raises:
         ContractViolation: the first broken rule, with identity and both values.
     """
+    if isinstance(plan, StepPlan) and isinstance(seats, list) and isinstance(order, list) and _has_rows(order):
+        code = quick_shape(
+            plan,
+            seats,
+            order,
+            limits.max_batch_size,
+            limits.max_input_length,
+            limits.max_kv_capacity,
+            limits.compact,
+        )
+        if code != LOOK_CLOSER:
+            return _SHAPE_OF_CODE[code]
     _check_size(plan, limits)
     if _is_full_cohort_decode(plan, order, limits):
         return StepShape.FULL_COHORT_DECODE
@@ -87,6 +112,10 @@ def check_plan(
         seen[slot] = 1
         _check_lengths(descriptor, seat, limits)
     return _check_shape(plan, order, limits)
+
+
+def _has_rows(order: list[SeatLedger]) -> bool:
+    return bool(order) and isinstance(order[0], LengthRow)
 
 
 def _is_full_cohort_decode(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgellm.session._ledger import ResidentRow
 from edgellm.session.finish import OVERRIDDEN_BY_STOP_STRING
-from edgellm.session.types import BatchResult, FinishReason, ResidentRef, SequenceIdentity
+from edgellm.session.types import BatchResult, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,14 +17,16 @@ if TYPE_CHECKING:
     from edgellm.cache.types import ReuseReport
     from edgellm.request import CancelToken, LLMGenerationRequest
     from edgellm.sampling.logprobs import TokenLogprobs
-    from edgellm.sampling.sampler import SamplingState
     from edgellm.session.finish import FinishRule
     from edgellm.session.prompt import TokenizedPrompt
     from edgellm.session.text import TextPipeline
+    from edgellm.session.types import SequenceIdentity
 
 
-class Resident:
+class Resident(ResidentRow):
     """Ledger, tokens, text and stream of one sequence; keyed by its ref, never by a batch row.
+
+    What a decode step reads and changes of it is C members of `ResidentRow`.
 
     Attributes:
         prompt: (prompt_length,) int32, the whole prompt; owned, not modified.
@@ -43,37 +46,21 @@ class Resident:
         uniform: its decoder takes one set of sampling parameters per batch.
         seen_publications: the cache's count of published blocks when the sequence last looked for its prompt.
         released: its channel was detached for readmission; it produces nothing any more.
+        proposed_drafts, accepted_drafts: draft tokens that were verified, and those that are in the text.
     """
 
     __slots__ = (
-        "_cancel_token",
-        "channel",
-        "committed",
+        "accepted_drafts",
         "error_message",
-        "exclusive",
-        "generated",
-        "identity",
-        "index",
-        "iterations",
-        "logprobs",
         "pending_text",
         "prefill_start",
         "prompt",
-        "prompt_remaining",
-        "reason",
-        "ref",
+        "proposed_drafts",
         "released",
-        "reported",
         "request",
-        "request_id",
         "reuse",
-        "rule",
-        "sampling",
         "seen_publications",
-        "state_length",
         "streamed",
-        "terminal",
-        "text",
         "tokenized",
         "uniform",
     )
@@ -90,47 +77,29 @@ class Resident:
         exclusive: bool,
         uniform: bool,
     ) -> None:
-        self.identity = identity
-        self.request_id: int = identity.request_id
-        self.ref: ResidentRef = identity.resident
+        super().__init__(
+            identity, rule=rule, cancel_token=cancel_token, prompt_remaining=len(prompt), exclusive=exclusive
+        )
         self.request = request
         self.tokenized = prompt
         self.prompt: npt.NDArray[np.int32] = prompt.token_ids
-        self.rule = rule
         self.text = text
-        self.exclusive = exclusive
         self.uniform = uniform
         self.channel = request.stream_channel
-        self._cancel_token = cancel_token
-        self.sampling: SamplingState | None = None
         self.reuse: ReuseReport | None = None
-        self.index = -1
         self.seen_publications = -1
         self.prefill_start = 0
-        self.committed = 0
-        self.state_length = 0
-        self.prompt_remaining = len(prompt)
-        self.generated: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = None if request.sampling.logprobs is None else []
-        self.reported = 0
+        self.logprobs = None if request.sampling.logprobs is None else []
         self.streamed = 0
         self.pending_text = ""
-        self.iterations = 0
-        self.reason = FinishReason.NOT_FINISHED
-        self.terminal = False
         self.error_message = ""
         self.released = False
+        self.proposed_drafts = 0
+        self.accepted_drafts = 0
 
     @property
     def prompt_length(self) -> int:
         return len(self.prompt)
-
-    @property
-    def cancel_requested(self) -> bool:
-        """The request's cancellation bit, or its stream channel's."""
-        if self._cancel_token is not None and self._cancel_token.cancelled:
-            return True
-        return self.channel is not None and self.channel.is_cancelled()
 
     def start_at(self, prefill_start: int, reuse: ReuseReport | None) -> None:
         """Begin the ledger behind a reused prefix."""
@@ -191,6 +160,8 @@ class Resident:
             terminal_reason=self.reason,
             iterations=self.iterations,
             effective_prefill_length=len(self.prompt),
+            accepted_draft_tokens=self.accepted_drafts,
+            proposed_draft_tokens=self.proposed_drafts,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             reuse=self.reuse,
             stop_match=None if self.text is None else self.text.match,

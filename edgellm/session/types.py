@@ -10,6 +10,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, NewType
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from edgellm.cache.types import ReuseReport
     from edgellm.sampling.logprobs import TokenLogprobs
 
@@ -123,14 +125,17 @@ class BatchResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did: the single commit unit (see `RuntimeSession.execute`)."""
+    """What one step did: the single commit unit (see `RuntimeSession.execute`).
+
+    The three sequences equal lists; their items may be built when somebody looks.
+    """
 
     ok: bool = False
     work: SequenceWork = SequenceWork.CONTEXT
     step_id: StepId = StepId(0)
-    participants: list[SequenceIdentity] = field(default_factory=list)
-    execution: list[ScheduledSequenceDescriptor] = field(default_factory=list)
-    deltas: list[tuple[ResidentRef, TokenDelta]] = field(default_factory=list)
+    participants: Sequence[SequenceIdentity] = field(default_factory=list)
+    execution: Sequence[ScheduledSequenceDescriptor] = field(default_factory=list)
+    deltas: Sequence[tuple[ResidentRef, TokenDelta]] = field(default_factory=list)
     finished: list[tuple[ResidentRef, BatchResult]] = field(default_factory=list)
     published_prefix: bool = False
     graph_launched: bool = False

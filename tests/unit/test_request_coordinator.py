@@ -118,8 +118,8 @@ def test_outcomes_carry_response_error_or_cancel(table):
         (TerminalStatus.EXECUTION_ERROR, "dead end"),
         (TerminalStatus.CANCELLED, ""),
     ]
-    assert outcomes[0].response.token_ids == [3]
-    assert session.stops == [("stop1",)]
+    assert [o.response.token_ids for o in outcomes] == [[3], [3], [3]]  # of the others: what they had generated
+    assert session.stops == [("stop1",), ("stop2",), ("stop3",)]
     assert state(table) == []
 
 

@@ -320,3 +320,37 @@ def test_cancelled_decoder_leaves_during_prefill_first():
     residents = [seat(0, committed=3, cancelled=True), seat(1, committed=3), seat(2, left=50)]
     plan = planner(ifb_scheduling_mode="prefill_first").plan(residents)
     assert rows(plan) == [(0, "D", 1, 3, True), (2, "C", 50, 0, True)]
+
+
+# ---- a cap on prompt tokens beside decode rows --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "chunk"),
+    [(None, 512), (4096, 512), (300, 256), (128, 128), (127, 128), (0, 128)],
+)
+def test_prompt_tokens_cap_the_chunk_beside_decode_rows_down_to_a_page(prompt_tokens, chunk):
+    residents = [seat(0, committed=9), seat(1, left=1000)]
+    plan = planner().plan(residents, prompt_tokens=prompt_tokens)
+    assert rows(plan) == [(0, "D", 1, 9, True), (1, "C", chunk, 0, False)]
+    check(plan, residents, capabilities())
+
+
+def test_prompt_tokens_are_shared_by_the_prompts_of_a_step():
+    residents = [seat(0, committed=9), seat(1, left=1000), seat(2, left=100), seat(3, left=100)]
+    plan = planner().plan(residents, prompt_tokens=300)
+    assert rows(plan)[1:] == [(1, "C", 256, 0, False)]  # 44 tokens are left: less than a page of the next
+    plan = planner().plan(residents, prompt_tokens=360)
+    assert rows(plan)[1:] == [(1, "C", 256, 0, False), (2, "C", 100, 0, True)]
+
+
+def test_prompt_tokens_let_the_head_reach_its_page_boundary_or_its_end():
+    aligned = planner().plan([seat(0, committed=9), seat(1, committed=200, left=500)], prompt_tokens=1)
+    assert rows(aligned)[1:] == [(1, "C", 56, 200, False)]
+    last = planner().plan([seat(0, committed=9), seat(1, committed=200, left=70)], prompt_tokens=1)
+    assert rows(last)[1:] == [(1, "C", 70, 200, True)]
+
+
+def test_prompt_tokens_bound_a_compact_step_without_decode_rows_too():
+    plan = planner().plan([seat(1, left=1000)], prompt_tokens=128)
+    assert rows(plan) == [(1, "C", 128, 0, False)]

@@ -1,0 +1,23 @@
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from edgellm.sampling.state import SamplingState
+from edgellm.session._ledger import LengthRow, ResidentRow
+from edgellm.session._step_plan import StepPlan
+
+_Row = TypeVar("_Row", bound=ResidentRow)
+
+def named_rows(plan: StepPlan, seats: Sequence[_Row | None]) -> list[_Row]: ...
+def moved_seat(
+    rows: Sequence[ResidentRow], plan: StepPlan, seats: Sequence[ResidentRow | None]
+) -> ResidentRow | None: ...
+def take_tokens(
+    rows: Sequence[_Row], plan: StepPlan, token_ids: npt.NDArray[np.int32]
+) -> tuple[list[int], list[tuple[_Row, Exception]]]: ...
+def token_column(token_ids: list[list[int]]) -> npt.NDArray[np.int32] | None: ...
+def sampling_states(rows: Sequence[ResidentRow], selected: list[int]) -> list[SamplingState]: ...
+def row_indices(rows: Sequence[ResidentRow], *, ended_only: bool = False) -> list[int]: ...
+def advance_mirror(lengths: Sequence[LengthRow], execution: StepPlan) -> bool: ...

@@ -1,0 +1,16 @@
+from collections.abc import Collection
+from typing import final
+
+from edgellm.sampling.params import SamplingParams
+from edgellm.session.types import FinishReason
+
+@final
+class FinishRule:
+    @property
+    def end_ids(self) -> frozenset[int]: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    def __init__(self, end_ids: Collection[int], max_new_tokens: int) -> None: ...
+    @classmethod
+    def of(cls, params: SamplingParams, *, eos_token_ids: Collection[int], max_new_tokens: int) -> FinishRule: ...
+    def decide(self, token_id: int, num_generated: int, stop_matched: bool) -> FinishReason: ...
