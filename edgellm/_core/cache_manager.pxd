@@ -34,7 +34,7 @@ cdef class ContextCacheManager(CacheState):
     cdef int check_mode(self, CacheRequestLease lease, bint paired, str call) except -1
     cdef int fill_options(
         self, lease_options_t* options, int64_t min_tokens, int64_t draft_min_tokens, int64_t reserve_pages,
-        object priority, int64_t expiry
+        int64_t draft_reserve_pages, object priority, int64_t expiry
     ) except -1
     cdef AcquireResult acquire_as(
         self, object mode, TokenChain chain, object lookup_policy, bint speculative, int64_t min_tokens,

@@ -47,6 +47,7 @@ class ContextCacheManager(CacheState):
         min_tokens: int = 0,
         draft_min_tokens: int = 0,
         reserve_pages: int = 0,
+        draft_reserve_pages: int = 0,
         priority: RetentionPriority = ...,
         expiry: int = 0,
     ) -> AcquireResult: ...

@@ -144,24 +144,26 @@ cdef class ContextCacheManager(CacheState):
 
     cdef int fill_options(
         self, lease_options_t* options, int64_t min_tokens, int64_t draft_min_tokens, int64_t reserve_pages,
-        object priority, int64_t expiry
+        int64_t draft_reserve_pages, object priority, int64_t expiry
     ) except -1:
-        if min_tokens < 0 or draft_min_tokens < 0 or reserve_pages < 0 or expiry < 0:
+        if min(min_tokens, draft_min_tokens, reserve_pages, draft_reserve_pages, expiry) < 0:
             raise InvalidArgumentError(
-                f"min_tokens {min_tokens}, draft_min_tokens {draft_min_tokens}, reserve_pages {reserve_pages} and "
-                f"expiry {expiry} must be 0 or more")
+                f"min_tokens {min_tokens}, draft_min_tokens {draft_min_tokens}, reserve_pages {reserve_pages}, "
+                f"draft_reserve_pages {draft_reserve_pages} and expiry {expiry} must be 0 or more")
         if priority is not _NORMAL and not isinstance(priority, RetentionPriority):
             raise InvalidArgumentError(f"priority {priority!r} must be a RetentionPriority")
         # More than any pool has, and small enough to add up.
         options.min_pages = <Py_ssize_t>min(pages_for(min_tokens, self.page_size), <int64_t>INT32_MAX)
         options.min_draft_pages = <Py_ssize_t>min(pages_for(draft_min_tokens, self.page_size), <int64_t>INT32_MAX)
         options.reserve_pages = <Py_ssize_t>min(reserve_pages, <int64_t>INT32_MAX)
+        options.reserve_draft_pages = <Py_ssize_t>min(draft_reserve_pages, <int64_t>INT32_MAX)
         options.priority = priority
         options.expiry = expiry
         return 0
 
     def acquire(self, ReusePlan plan not None, *, int64_t min_tokens=0, int64_t draft_min_tokens=0,
-                int64_t reserve_pages=0, priority=RetentionPriority.NORMAL, int64_t expiry=0):
+                int64_t reserve_pages=0, int64_t draft_reserve_pages=0, priority=RetentionPriority.NORMAL,
+                int64_t expiry=0):
         """Turn a plan into a lease, evicting least recently used leaves when pages are short.
 
         Where only holding the page that the tail is copied from leaves too little room, the same plan is carried out
@@ -170,6 +172,7 @@ cdef class ContextCacheManager(CacheState):
         Args:
             min_tokens, draft_min_tokens: tokens that base and draft pages cover at least (prompt plus headroom).
             reserve_pages: base pages that must still be free or evictable afterwards (promised to others).
+            draft_reserve_pages: draft pages, likewise; of no meaning without a paired draft.
             priority: `RetentionPriority` of what the sequence leaves behind.
             expiry: when that expires, ns of the clock that `set_now` tells; 0 is never.
         Returns:
@@ -185,7 +188,8 @@ cdef class ContextCacheManager(CacheState):
             raise ContractViolation("the plan was made by another manager; plan again with this one")
         if plan.version != self.version:
             raise ContractViolation("the cache changed since the plan was made; plan again and acquire at once")
-        self.fill_options(&options, min_tokens, draft_min_tokens, reserve_pages, priority, expiry)
+        self.fill_options(
+            &options, min_tokens, draft_min_tokens, reserve_pages, draft_reserve_pages, priority, expiry)
         result.plan = plan
         if not plan_fits(self, plan, &options) and plan.tail_token_count:
             result.plan = without_tail(plan)

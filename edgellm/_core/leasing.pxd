@@ -10,6 +10,7 @@ cdef struct lease_options_t:
     Py_ssize_t min_pages        # pages the lease has at least
     Py_ssize_t min_draft_pages
     Py_ssize_t reserve_pages    # base pages that must stay available
+    Py_ssize_t reserve_draft_pages
     int priority
     int64_t expiry
 

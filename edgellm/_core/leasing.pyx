@@ -47,7 +47,7 @@ cdef bint plan_fits(CacheState state, ReusePlan plan, const lease_options_t* opt
     fresh = _total_drafts(plan, options) - <Py_ssize_t>plan.draft_bindings.size()
     room = state.available_drafts() - _unheld(
         state.draft.active, plan.draft_bindings.data(), plan.draft_bindings.size(), plan.draft_tail_page)
-    return fresh <= room
+    return fresh + options.reserve_draft_pages <= room
 
 
 cdef void _hold(CacheState state, CacheRequestLease lease, ReusePlan plan) noexcept nogil:

@@ -39,6 +39,7 @@ def acquire_sequence(
     headroom: DecodingKvHeadroom,
     speculative_request: bool,
     reserve_pages: int = 0,
+    draft_reserve_pages: int = 0,
 ) -> AcquireSequenceResult:
     """Look up, plan and lease.  A refusal changed nothing; there is no second, cold attempt.
 
@@ -57,6 +58,7 @@ def acquire_sequence(
         min_tokens=chain.num_tokens + headroom.base_extra_tokens if paged else 0,
         draft_min_tokens=chain.num_tokens + headroom.draft_extra_tokens if paired else 0,
         reserve_pages=reserve_pages,
+        draft_reserve_pages=draft_reserve_pages,
         priority=retention.priority,
         expiry=expiry_of(coordinator, retention),
     )
@@ -162,6 +164,7 @@ def acquire_into(
     *,
     joined: bool,
     reserve_pages: int = 0,
+    draft_reserve_pages: int = 0,
 ) -> AcquireSequenceResult | None:
     """Lease one sequence and append it to the request; None on insufficient capacity, nothing changed."""
     acquired = acquire_sequence(
@@ -171,6 +174,7 @@ def acquire_into(
         headroom=headroom,
         speculative_request=impl.speculative_request,
         reserve_pages=reserve_pages,
+        draft_reserve_pages=draft_reserve_pages,
     )
     if acquired.lease is None:
         return None

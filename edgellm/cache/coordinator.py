@@ -259,6 +259,7 @@ class ContextCacheCoordinator:
         headroom: DecodingKvHeadroom,
         *,
         reserve_pages: int = 0,
+        draft_reserve_pages: int = 0,
     ) -> AdmitSequenceResult:
         """Join one more sequence to an executing request: look up, lease, bind exactly its rows.
 
@@ -268,6 +269,7 @@ class ContextCacheCoordinator:
 
         Args:
             reserve_pages: pages that must stay free or evictable behind the lease (promised to others).
+            draft_reserve_pages: draft pages, likewise; of no meaning without a paired draft.
         Returns:
             OK; POISONED; or REQUEST_FAILED, with `insufficient_capacity` when a retry may succeed later
             (without it the sequence needs more pages than the pool has).
@@ -276,7 +278,7 @@ class ContextCacheCoordinator:
         """
         self._collect_dropped()
         impl = self._require_settled(request, "admit_sequence")
-        return joining.admit_sequence(self, impl, admission, headroom, reserve_pages)
+        return joining.admit_sequence(self, impl, admission, headroom, reserve_pages, draft_reserve_pages)
 
     def finalize_sequence_admission(
         self,

@@ -33,7 +33,7 @@ def check_coordinator(
     slots: set[int] = set()
     num_leases = 0
     for impl in (*live, *quarantine):
-        _check_states(coordinator, impl)
+        _check_states(impl)
         num_leases += len(impl.leases)
         for sequence in impl.sequences:
             if sequence.resident.slot in slots:
@@ -49,7 +49,7 @@ def check_coordinator(
     _check_free_rows(coordinator, slots)
 
 
-def _check_states(coordinator: ContextCacheCoordinator, impl: Impl) -> None:
+def _check_states(impl: Impl) -> None:
     pending, awaiting = impl.has_pending_device_work(), impl.awaiting_first_spec_completion()
     if impl.phase is Phase.ADMITTED and (pending or awaiting):
         raise InvariantError(f"admitted with pending={pending}, awaiting={awaiting}")

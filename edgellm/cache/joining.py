@@ -33,11 +33,13 @@ def admit_sequence(
     admission: ContextCacheSequenceAdmission,
     headroom: DecodingKvHeadroom,
     reserve_pages: int,
+    draft_reserve_pages: int = 0,
 ) -> AdmitSequenceResult:
     """Look up, lease, bind exactly the joiner's rows, and enqueue the copies that put it at its prefill start."""
     admitting.check_headroom(headroom, paired=coordinator.runs_paired_draft(impl.speculative_request))
-    if not admitting.is_integer(reserve_pages) or reserve_pages < 0:
-        raise InvalidArgumentError(f"reserve_pages is {reserve_pages!r}; pass an integer of 0 or more")
+    for name, pages in (("reserve_pages", reserve_pages), ("draft_reserve_pages", draft_reserve_pages)):
+        if not admitting.is_integer(pages) or pages < 0:
+            raise InvalidArgumentError(f"{name} is {pages!r}; pass an integer of 0 or more")
     if coordinator.poisoned:
         return AdmitSequenceResult(Status.POISONED)
     limit = coordinator.deployment.max_batch_size
@@ -50,7 +52,14 @@ def admit_sequence(
     forced = forced or admitting.media_forces_bypass(coordinator, admission, impl.speculative_request)
     lookup = admitting.effective_lookup_policy(impl.lookup_policy, admission.lookup_policy, forced_bypass=forced)
     acquired = acquire.acquire_into(
-        coordinator, impl, admission, lookup, headroom, joined=True, reserve_pages=reserve_pages
+        coordinator,
+        impl,
+        admission,
+        lookup,
+        headroom,
+        joined=True,
+        reserve_pages=reserve_pages,
+        draft_reserve_pages=draft_reserve_pages,
     )
     if acquired is None:
         may_fit = _may_ever_fit(coordinator, len(admission.token_ids), headroom)

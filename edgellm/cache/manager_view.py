@@ -128,6 +128,11 @@ class ManagerView:
         return self._manager.available_pages
 
     @property
+    def available_draft_pages(self) -> int:
+        """Draft pages that are free or may be evicted."""
+        return self._manager.available_draft_pages
+
+    @property
     def num_live_leases(self) -> int:
         return self._manager.num_live_leases
 

@@ -10,13 +10,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from edgellm.cache.types import DecodingKvHeadroom, DecodingTokenStateContract, SpecReuseContract
+from edgellm.errors import BrokenInvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
     from edgellm.runtime.batch import Executor, RaggedBatch
     from edgellm.sampling.logprobs import TokenLogprobs
     from edgellm.sampling.sampler import Sampler, SamplingState
+
+    Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +51,40 @@ class StepTokens:
         committed: positions gained per sequence of the batch, (N,).
         logprobs: one list per selected logits row, or None where nobody asked.
         errors: selected logits row to reason, for rows in which no token can be chosen; they end, others go on.
+        proposed: draft tokens that were verified, per sequence of the batch, (N,); empty is none.
     """
 
     token_ids: list[list[int]]
     committed: list[int]
     logprobs: list[list[TokenLogprobs] | None]
     errors: dict[int, str] = field(default_factory=dict)
+    proposed: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingSeat:
+    """A sequence whose state a decoder may keep something beside.
+
+    Attributes:
+        slot: resident slot; `RaggedBatch.state_index` names it in every step.
+        request_id: of its request, for logs and scripts.
+        prompt: (prompt_length,) int32, the whole prompt; not to be modified.
+        length: leading tokens whose state was taken over from the cache, draft state included.
+        boundary_hidden: (hidden_width,) the base model's hidden row of token `length - 1`, where checkpoints save it.
+    """
+
+    slot: int
+    request_id: int
+    prompt: Int32Array
+    length: int
+    boundary_hidden: torch.Tensor | None = None
 
 
 class DecodingStrategy(ABC):
-    """One way of decoding, chosen at start-up and called directly in the loop."""
+    """One way of decoding, chosen at start-up and called directly in the loop.
+
+    State of its own is kept by resident slot, never by batch row: rows move, slots do not.
+    """
 
     name: str
     is_speculative: bool = False
@@ -72,6 +103,40 @@ class DecodingStrategy(ABC):
         """None for decoders that are not speculative."""
         return None
 
+    def seat(self, executor: Executor, seat: DecodingSeat) -> None:  # noqa: B027 - most keep nothing
+        """A sequence takes a slot; again when it took over more state while its prompt was incomplete."""
+
+    def unseat(self, slots: Sequence[int]) -> None:  # noqa: B027
+        """The sequences of these slots are gone."""
+
+    def settle(self, executor: Executor, slots: Sequence[int], kept: Sequence[int]) -> None:  # noqa: B027
+        """The session kept fewer tokens of the latest step's run than were accepted: take the state back as well.
+
+        Their sequences end with this step.
+
+        Args:
+            kept: tokens kept of each, at least 1.
+        """
+
+    def common_state_length(self, slot: int) -> int | None:
+        """Leading tokens of a slot whose state exists in every model of the strategy; None where there is one model.
+
+        A draft with pages of its own trails the base by the last accepted span.
+        """
+        return None
+
+    def boundary_hidden(self, slot: int) -> torch.Tensor | None:
+        """(hidden_width,) the base model's hidden row of the last prompt token that ran, where checkpoints save it."""
+        return None
+
+    def new_hidden_row(self) -> torch.Tensor:
+        """(1, hidden_width) room for a saved hidden row, on the executor's device.
+
+        Raises:
+            BrokenInvariantError: the strategy saves none.
+        """
+        raise BrokenInvariantError(f"decoder {self.name!r} runs on checkpoints with hidden rows, and saves none")
+
     @abstractmethod
     def run_step(
         self, executor: Executor, batch: RaggedBatch, sampler: Sampler, rows: Sequence[SamplingState]
@@ -79,5 +144,5 @@ class DecodingStrategy(ABC):
         """Forward the batch and choose tokens.
 
         Args:
-            rows: sampling state of each selected logits row, in `logits_to_seq` order.
+            rows: sampling state of each selected logits row, in `logits_to_seq` order; read, never recorded into.
         """

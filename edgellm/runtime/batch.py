@@ -6,9 +6,13 @@ Host arrays only; an executor uploads what it needs.  N sequences, T tokens, L s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from edgellm.cache.types import BaseStateKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -33,6 +37,8 @@ class RaggedBatch:
         page_rows: (num_slots, pages_per_slot) int32 view of the host page table; -1 is unused.
         logits_index: (L,) int64, token row of each selected logits row.
         logits_to_seq: (L,) int32, sequence of each selected logits row.
+        draft_page_rows: the same view of the draft model's page table, where it has pages of its own.
+        max_drafts: (N,) int32, most tokens a speculative decoder may propose for each sequence; None is no limit.
     """
 
     token_ids: Int32Array
@@ -44,6 +50,8 @@ class RaggedBatch:
     page_rows: Int32Array
     logits_index: npt.NDArray[np.int64]
     logits_to_seq: Int32Array
+    draft_page_rows: Int32Array | None = None
+    max_drafts: Int32Array | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -76,4 +84,65 @@ class Executor(Protocol):
 
     def copy_pages(self, source_pages: Int32Array, target_pages: Int32Array) -> None:
         """Copy whole pages, all layers, in stream order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateResources:
+    """What an executor holds for its sequences beside base K and V; borrowed by the runtime.
+
+    Attributes:
+        base_state_kind: which kinds of state the base model keeps.
+        base_page_table, draft_page_table: tables the executor built and reads itself; None lets the runtime build them.
+        draft_cache: paged store of the draft model, where that has pages of its own.
+        snapshot_storage: `HybridSnapshotStorage`, for models with recurrent state; its slots size the snapshot pools.
+    """
+
+    base_state_kind: BaseStateKind = BaseStateKind.ATTENTION_ONLY
+    base_page_table: Any = None
+    draft_cache: Any = None
+    draft_page_table: Any = None
+    snapshot_storage: Any = None
+
+
+@runtime_checkable
+class StatefulExecutor(Protocol):
+    """An executor that keeps more state than base K and V."""
+
+    def resources(self) -> StateResources: ...
+
+
+def resources_of(executor: object) -> StateResources:
+    """What the executor says it holds; base K and V alone when it says nothing."""
+    return executor.resources() if isinstance(executor, StatefulExecutor) else StateResources()
+
+
+@dataclass(slots=True)
+class VerifyForward:
+    """What a forward over verification rows gave.
+
+    Attributes:
+        logits: (L, vocab_size) float32, one row for each selected token.
+        hidden: (T, hidden_width), the base model's last hidden row of every token; None where nobody needs it.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+class VerifyingExecutor(Executor, Protocol):
+    """An executor that speculative decoders can run on."""
+
+    def forward_verify(self, batch: RaggedBatch) -> VerifyForward:
+        """`forward`, with hidden rows, and with one checkpoint of recurrent state after each token of every row."""
+        ...
+
+    def rewind(self, state_index: Sequence[int], kept: Sequence[int]) -> None:
+        """Put recurrent and conv state of some rows of the latest forward back to after their `kept`-th token.
+
+        Args:
+            state_index: resident slots, each of which had a row in the latest forward.
+            kept: at least 1, at most the row's tokens.
+        Attention state behind the kept tokens may stay: it is written again.  Without recurrent state a no-op.
+        """
         ...

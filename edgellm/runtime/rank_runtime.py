@@ -10,13 +10,14 @@ from edgellm.cache.coordinator import ContextCacheCoordinator
 from edgellm.cache.deployment import SPEC_REUSE_CONTRACTS, check_support
 from edgellm.cache.identity import request_key_extras
 from edgellm.cache.types import (
-    BaseStateKind,
     ContextCacheConfig,
     ContextCacheDeploymentProfile,
     ContextCachePhysicalResources,
 )
 from edgellm.errors import AdmissionError, ContractViolation, RequestFailed
 from edgellm.plugin_guard import build_decoder
+from edgellm.runtime.batch import resources_of
+from edgellm.sampling.guidance import Guidance
 from edgellm.sampling.sampler import Sampler
 from edgellm.session.frame import SessionGeometry
 from edgellm.session.rank_session import RankRuntimeSession
@@ -32,13 +33,16 @@ from edgellm.session.types import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from edgellm.cache.metrics import ContextCacheMetrics
     from edgellm.cache.quarantine import StreamSynchronizer
     from edgellm.cache.types import BlockKeyExtras, DeploymentConfig
     from edgellm.decoding.base import DecodingStrategy
     from edgellm.plugins import Plugins
     from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
-    from edgellm.runtime.batch import Executor
+    from edgellm.runtime.batch import Executor, StateResources
     from edgellm.session.types import BatchResult
 
 _BLOCKING_REQUEST = RequestId(1)
@@ -50,7 +54,8 @@ class LLMRankRuntime:
     At most one session is open at a time, and the blocking `handle_request` is refused while one is.
 
     Args:
-        executor: runs forwards; owned by the caller, must outlive the runtime.
+        executor: runs forwards; owned by the caller, must outlive the runtime.  One that keeps more than base K and V
+            says so by `resources()` (`StatefulExecutor`): recurrent state and snapshot slots, a draft model's pages.
         tokenizer: `edgellm.tokenization.tokenizer.Tokenizer` or anything with its methods.
         plugins: what was loaded (`load_plugins()`); policy and decoder are chosen from it here, once.
         config: context cache; `enabled=False` manages pages but reuses nothing.
@@ -82,19 +87,26 @@ class LLMRankRuntime:
         self.tokenizer = tokenizer
         self.deployment = deployment
         self.reserve_growth = reserve_growth
+        state = resources_of(executor)
         if decoder_kind in SPEC_REUSE_CONTRACTS:  # a kind that only a plugin knows is its plugin's to judge
-            check_support(BaseStateKind.ATTENTION_ONLY, decoder_kind)
+            check_support(state.base_state_kind, decoder_kind)
         self.decoder: DecodingStrategy = build_decoder(plugins.choose_decoder(decoder_kind))
         self.sampler = Sampler()
-        self.page_table = KVPageTable(deployment.max_batch_size, deployment.pages_per_slot, deployment.num_pages)
-        profile = ContextCacheDeploymentProfile(
-            base_state_kind=BaseStateKind.ATTENTION_ONLY, spec_reuse_contract=self.decoder.spec_reuse_contract()
-        )
+        self.guidance = Guidance(tokenizer, executor.vocab_size)
+        profile = ContextCacheDeploymentProfile(state.base_state_kind, self.decoder.spec_reuse_contract())
+        self.page_table = state.base_page_table or _new_table(deployment, max(1, deployment.num_pages))
+        self._draft_page_table = _draft_table(state, deployment, profile)
         self.coordinator = ContextCacheCoordinator(
             config if config is not None else ContextCacheConfig(),
             deployment,
             profile,
-            ContextCachePhysicalResources(base_cache=executor.kv_cache, base_page_table=self.page_table),
+            ContextCachePhysicalResources(
+                base_cache=executor.kv_cache,
+                base_page_table=self.page_table,
+                draft_cache=state.draft_cache,
+                draft_page_table=self._draft_page_table,
+                snapshot_storage=state.snapshot_storage,
+            ),
             executor.device.stream,
             synchronizer,
             plugins.policies,
@@ -104,7 +116,7 @@ class LLMRankRuntime:
             max_input_length=deployment.max_input_length,
             max_kv_capacity=deployment.max_kv_capacity,
             page_size=deployment.page_size,
-            num_pages=deployment.num_pages,
+            num_pages=_pages_of_one_sequence(deployment, profile),
             headroom=self.decoder.required_kv_headroom(),
             vocab_size=executor.vocab_size,
         )
@@ -117,6 +129,11 @@ class LLMRankRuntime:
         self._closed = False
 
     @property
+    def draft_page_rows(self) -> npt.NDArray[np.int32] | None:
+        """(num_slots, pages_per_slot) int32, the draft model's page table; None where it has no pages of its own."""
+        return None if self._draft_page_table is None else self._draft_page_table.rows
+
+    @property
     def kv_dtype(self) -> str:
         """Element type of the KV pages."""
         return self._kv_dtype
@@ -126,7 +143,8 @@ class LLMRankRuntime:
 
         Raises:
             ContractViolation: a session is open, a blocking request runs, or the runtime is closed.
-            BrokenInvariantError: the context cache is poisoned by an earlier device failure.
+            BrokenInvariantError: the context cache is poisoned by an earlier device failure, and the device's stream
+                still cannot be drained.
         """
         if self._closed:
             raise ContractViolation("open_session: the runtime is closed; build a new one")
@@ -212,6 +230,30 @@ class LLMRankRuntime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _new_table(deployment: DeploymentConfig, num_pages: int) -> KVPageTable:
+    return KVPageTable(deployment.max_batch_size, deployment.pages_per_slot, num_pages)
+
+
+def _draft_table(
+    state: StateResources, deployment: DeploymentConfig, profile: ContextCacheDeploymentProfile
+) -> KVPageTable | None:
+    if state.draft_page_table is not None or not profile.owns_paged_spec_state:
+        return state.draft_page_table  # type: ignore[no-any-return]
+    return _new_table(deployment, deployment.num_draft_pages)
+
+
+def _pages_of_one_sequence(deployment: DeploymentConfig, profile: ContextCacheDeploymentProfile) -> int:
+    """Most pages that one sequence can ever hold; what it computes needs a page of every pool at each place.
+
+    Pure recurrent models have no pages: only the length limit bounds their sequences.
+    """
+    if not profile.has_attention:
+        return deployment.max_batch_size * deployment.pages_per_slot
+    if profile.owns_paged_spec_state:
+        return min(deployment.num_pages, deployment.num_draft_pages)
+    return deployment.num_pages
 
 
 def _run_to_end(session: RankRuntimeSession, admission: AdmissionResult, max_chunk: int) -> BatchResult:

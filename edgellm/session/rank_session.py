@@ -1,16 +1,15 @@
 """`RankRuntimeSession`: the session over one `LLMRankRuntime`.
 
 All residents live in one long-lived request of the context cache; each of its sequences is one resident, in
-resident order.  A step is one ragged forward over whatever the plan names.
+resident order.  A step is one ragged forward over whatever the plan names; with checkpoints, one more for every
+length worth keeping that its chunks cross (`rank_prefill`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances, completed_token
+from edgellm.cache.advances import OneTokenAdvances
 from edgellm.cache.types import (
     ContextCacheBatchAdmission,
     ContextCacheCoordinatorStatus,
@@ -18,24 +17,41 @@ from edgellm.cache.types import (
     ContextCacheSequenceAdmission,
     ContextCacheSequenceAdvance,
 )
+from edgellm.decoding.base import DecodingSeat
 from edgellm.errors import AdmissionError, BrokenInvariantError, InvalidArgumentError
 from edgellm.log import get_logger
 from edgellm.runtime.lowering import BatchLowering
 from edgellm.sampling.state import SamplingState
+from edgellm.session._decode_lane import row_indices, sampling_states
+from edgellm.session._step_plan import StepPlan
 from edgellm.session.core import SessionCore
-from edgellm.session.frame import Reservation, RowOutcome, SessionState, Step
-from edgellm.session.growth import GrowthReserve
+from edgellm.session.frame import OneTokenOutcomes, Reservation, RowOutcome, SessionState, Step
+from edgellm.session.growth import GrowthReserve, PageReserve
+from edgellm.session.rank_decode import (
+    common_length,
+    common_lengths,
+    draft_limits,
+    new_token,
+    one_token_advances,
+    one_token_column,
+    run_advances,
+    spread_tokens,
+)
+from edgellm.session.rank_prefill import CheckpointedPrefill
 from edgellm.session.types import AdmissionStatus, FinishReason, SequenceWork
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     import numpy.typing as npt
 
     from edgellm.cache.metrics import ContextCacheMetrics
     from edgellm.cache.request import RequestHandle
     from edgellm.cache.types import Hash128
+    from edgellm.decoding.base import StepTokens
     from edgellm.request import LLMGenerationRequest
+    from edgellm.runtime.lowering import LoweredStep
     from edgellm.runtime.rank_runtime import LLMRankRuntime
     from edgellm.session.resident import Resident
     from edgellm.session.types import ResidentRef, SessionOptions
@@ -43,7 +59,6 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 _OK = ContextCacheCoordinatorStatus.OK
 _NORMAL_ENDS = frozenset({FinishReason.END_ID, FinishReason.LENGTH, FinishReason.STOP_WORDS})
-_WITHDRAWN = frozenset({FinishReason.CANCELLED, FinishReason.ERROR})
 
 
 class RankRuntimeSession(SessionCore):
@@ -55,19 +70,41 @@ class RankRuntimeSession(SessionCore):
         self._runtime = runtime
         self._coordinator = runtime.coordinator
         self._lowering = BatchLowering(max_sequences=runtime.geometry.max_batch_size, page_rows=runtime.page_table.rows)
+        self._speculates = runtime.decoder.is_speculative
         self._request = self._open_container()
-        self._growth = GrowthReserve(runtime.coordinator.manager, runtime.geometry) if runtime.reserve_growth else None
+        self._tracks_common = self._coordinator.tracks_common(self._speculates, required=True)
+        self._checkpoints = self._open_checkpoints()
+        counts_pages = runtime.reserve_growth and self._coordinator.profile.has_attention
+        self._growth = GrowthReserve(runtime.coordinator.manager, runtime.geometry) if counts_pages else None
         self._step_prepared = False
+        self._published_before = 0
+        self._accepted: dict[int, int] = {}  # slot to the length of its accepted run, where that is above 1
 
     def _open_container(self) -> RequestHandle:
-        batch = ContextCacheBatchAdmission(token_state_contract=self._runtime.decoder.token_state_contract())
-        headroom = self._geometry.headroom
-        result = self._coordinator.begin_request(batch, headroom, self._coordinator.stream)
+        """A fresh container; a cache that an earlier failure poisoned is recovered first, if its stream drains."""
+        coordinator = self._coordinator
+        if coordinator.poisoned and coordinator.recover():
+            _logger.warning("the context cache was recovered: everything that an earlier failure held is back")
+        batch = ContextCacheBatchAdmission(
+            token_state_contract=self._runtime.decoder.token_state_contract(), speculative_request=self._speculates
+        )
+        result = coordinator.begin_request(batch, self._geometry.headroom, coordinator.stream)
         if result.status is not _OK or result.admission is None:
             raise BrokenInvariantError(
-                f"the context cache refuses new requests ({result.status.value}); recover or rebuild the runtime"
+                f"the context cache refuses new requests ({result.status.value}) and its stream cannot be drained; "
+                f"rebuild the runtime"
             )
         return result.admission.request
+
+    def _open_checkpoints(self) -> CheckpointedPrefill | None:
+        if not self._coordinator.profile.uses_checkpoint_reuse:
+            return None
+        return CheckpointedPrefill(
+            self._coordinator,
+            self._request,
+            self._runtime.decoder,
+            mtp=self._coordinator.runs_paired_draft(self._speculates),
+        )
 
     def requires_uniform_sampling(self, request: LLMGenerationRequest) -> bool:
         decoder = self._runtime.decoder
@@ -91,19 +128,29 @@ class RankRuntimeSession(SessionCore):
     # ---- admission --------------------------------------------------------------------------------------
 
     def _make_sampling(self, request: LLMGenerationRequest, prompt: npt.NDArray[np.int32]) -> SamplingState:
+        structured = request.sampling.structured
+        guide = None if structured is None else self._runtime.guidance.start(structured)
         try:
-            return SamplingState(request.sampling, prompt, self._geometry.vocab_size, self._tokenizer.eos_token_ids)
+            return SamplingState(
+                request.sampling, prompt, self._geometry.vocab_size, self._tokenizer.eos_token_ids, guide=guide
+            )
         except InvalidArgumentError as error:
             raise AdmissionError(str(error)) from error
 
     def _reserve(self, resident: Resident) -> Reservation:
-        growth, reserve = self._growth, 0
+        if self._coordinator.poisoned:
+            self._coordinator.recover()  # a wait that failed may succeed now; then nobody need lose the session
+        growth, reserve = self._growth, PageReserve()
         if growth is not None:
             if not growth.may_fit(resident, self._request, self._order):
                 return Reservation(AdmissionStatus.NO_CAPACITY, reason=_PRESSURE)
             reserve = growth.pages_to_reserve(resident, self._request, self._order)
         result = self._coordinator.admit_sequence(
-            self._request, self._cache_admission(resident), self._geometry.headroom, reserve_pages=reserve
+            self._request,
+            self._cache_admission(resident),
+            self._geometry.headroom,
+            reserve_pages=reserve.base,
+            draft_reserve_pages=reserve.draft,
         )
         if result.status is ContextCacheCoordinatorStatus.POISONED:
             raise BrokenInvariantError("the context cache is poisoned by an earlier device failure")
@@ -111,6 +158,11 @@ class RankRuntimeSession(SessionCore):
             if result.insufficient_capacity:
                 return Reservation(AdmissionStatus.NO_CAPACITY, reason=_PRESSURE)
             return Reservation(AdmissionStatus.REJECTED, reason="the context cache cannot hold the prompt")
+        try:
+            self._take_seat(resident, self._request.num_sequences - 1, result.prefill_start)
+        except Exception as error:
+            self._unreserve(resident)
+            raise BrokenInvariantError(f"the decoder could not seat {resident.ref}: {error}") from error
         return Reservation(AdmissionStatus.ADMITTED, prefill_start=result.prefill_start, reuse=result.reuse)
 
     def _cache_admission(self, resident: Resident) -> ContextCacheSequenceAdmission:
@@ -127,7 +179,26 @@ class RankRuntimeSession(SessionCore):
             salted=request.cache_salt is not None,
         )
 
+    def _take_seat(self, resident: Resident, index: int, length: int) -> None:
+        """Tell the decoder who is in a slot and how much of its state was taken over, and place its checkpoints."""
+        hidden = None
+        if self._checkpoints is not None:
+            self._checkpoints.place(resident.ref.slot, index)
+            hidden = self._checkpoints.restored_hidden(index) if length else None
+        runtime = self._runtime
+        runtime.decoder.seat(
+            runtime.executor,
+            DecodingSeat(resident.ref.slot, resident.request_id, resident.prompt, length, hidden),
+        )
+
+    def _leave_seat(self, residents: Sequence[Resident]) -> None:
+        self._runtime.decoder.unseat([resident.ref.slot for resident in residents])
+        if self._checkpoints is not None:
+            for resident in residents:
+                self._checkpoints.forget(resident.ref.slot)
+
     def _unreserve(self, resident: Resident) -> None:
+        self._leave_seat([resident])
         if not self._coordinator.retract_sequence_admission(self._request):
             raise BrokenInvariantError("an admission could not be retracted; the context cache is poisoned")
 
@@ -135,16 +206,19 @@ class RankRuntimeSession(SessionCore):
 
     def _prepare_rows(self, step: Step) -> None:
         """Share what others published meanwhile, then grow; a row without a page fails alone."""
-        for resident, descriptor in zip(step.rows, step.descriptors, strict=True):
-            if descriptor.work is SequenceWork.CONTEXT:
-                self._share_prefix(resident)
-        decoding = [
-            resident
-            for resident, descriptor in zip(step.rows, step.descriptors, strict=True)
-            if descriptor.work is SequenceWork.DECODE
-        ]
+        self._published_before = self._published()
+        decoding = step.rows
+        if step.descriptors.has_context:
+            for resident, descriptor in zip(step.rows, step.descriptors, strict=True):
+                if descriptor.work is SequenceWork.CONTEXT:
+                    self._share_prefix(resident)
+            decoding = [
+                resident
+                for resident, descriptor in zip(step.rows, step.descriptors, strict=True)
+                if descriptor.work is SequenceWork.DECODE
+            ]
         while True:
-            slots = [resident.index for resident in decoding]
+            slots = None if decoding is self._order else row_indices(decoding)
             status = self._coordinator.prepare_decode_step(self._request, self._geometry.headroom, slots)
             if status is _OK:
                 break
@@ -161,7 +235,7 @@ class RankRuntimeSession(SessionCore):
 
     def _share_prefix(self, resident: Resident) -> None:
         """Take over blocks of the prompt that became findable since this sequence last looked."""
-        published = self._coordinator.counters.published_blocks
+        published = self._published()
         if resident.seen_publications == published:
             return
         resident.seen_publications = published
@@ -169,6 +243,13 @@ class RankRuntimeSession(SessionCore):
         if state_length > resident.state_length:
             resident.state_length = state_length
             resident.reuse = self._request.sequence(resident.index).reuse_report
+            self._take_seat(resident, resident.index, state_length)
+
+    def _published(self) -> int:
+        """Moves with everything that became visible: blocks, and checkpoints on blocks that were there before."""
+        counters = self._coordinator.counters
+        checkpoints = 0 if self._checkpoints is None else counters.committed_publications
+        return counters.published_blocks + checkpoints
 
     def _fail_growth(self, resident: Resident) -> None:
         geometry = self._geometry
@@ -178,14 +259,18 @@ class RankRuntimeSession(SessionCore):
             f"use; raise kv_budget or lower max_batch_size",
         )
 
-    def _run(self, step: Step) -> list[RowOutcome]:
+    def _run(self, step: Step) -> list[RowOutcome] | OneTokenOutcomes:
+        if self._checkpoints is not None and step.descriptors.has_context:
+            self._run_pieces(step, self._checkpoints)
         lowered = self._lowering.lower(step.rows, step.descriptors)
-        outcomes = [RowOutcome(descriptor.query_length) for descriptor in step.descriptors]
         if not lowered.plan_row:
-            return outcomes
-        states = [self._sampling_state(step.rows[index]) for index in lowered.selected]
-        runtime = self._runtime
-        tokens = runtime.decoder.run_step(runtime.executor, lowered.batch, runtime.sampler, states)
+            return [RowOutcome(descriptor.query_length) for descriptor in step.descriptors]
+        tokens = self._forward(step, lowered)
+        if not (self._speculates or step.descriptors.has_context):
+            column = one_token_column(tokens)
+            if column is not None:
+                return OneTokenOutcomes(column, tokens.errors)
+        outcomes = [RowOutcome(descriptor.query_length) for descriptor in step.descriptors]
         for row, index in enumerate(lowered.plan_row):
             if step.descriptors[index].work is SequenceWork.DECODE:
                 outcomes[index].committed = tokens.committed[row]
@@ -197,16 +282,62 @@ class RankRuntimeSession(SessionCore):
             else:
                 outcome.token_ids = tokens.token_ids[logits_row]
                 outcome.logprobs = tokens.logprobs[logits_row]
+        if self._speculates:
+            self._note_runs(step, lowered, tokens)
+        if self._checkpoints is not None:
+            self._capture_ends(step, lowered, outcomes, self._checkpoints)
         return outcomes
 
-    def _sampling_state(self, resident: Resident) -> SamplingState:
-        if resident.sampling is None:
-            raise BrokenInvariantError(f"{resident.ref} has no sampling state")
-        return resident.sampling
+    def _forward(self, step: Step, lowered: LoweredStep) -> StepTokens:
+        runtime, batch = self._runtime, lowered.batch
+        if self._speculates:
+            batch.max_drafts = draft_limits(step.rows, step.descriptors, lowered.plan_row)
+            batch.draft_page_rows = runtime.draft_page_rows
+        states = sampling_states(step.rows, lowered.selected)
+        return runtime.decoder.run_step(runtime.executor, batch, runtime.sampler, states)
+
+    def _run_pieces(self, step: Step, checkpoints: CheckpointedPrefill) -> None:
+        """Run chunks as far as the last checkpoint that they cross; each piece is published before the next."""
+        while True:
+            pieces, parts = checkpoints.pieces(step.rows, step.descriptors)
+            if not pieces:
+                return
+            rows = [resident for resident, _ in pieces]
+            plan = StepPlan(parts)
+            part = Step(plan=plan, shape=step.shape, rows=rows, descriptors=plan)
+            self._forward(part, self._lowering.lower(rows, plan))
+            checkpoints.capture(pieces)
+            self._coordinator.stream.synchronize()
+            checkpoints.report(pieces)
+
+    def _capture_ends(
+        self, step: Step, lowered: LoweredStep, outcomes: Sequence[RowOutcome], checkpoints: CheckpointedPrefill
+    ) -> None:
+        """Chunks that end where a checkpoint belongs; the step's commit publishes them."""
+        ends = []
+        for index in lowered.plan_row:
+            resident, descriptor = step.rows[index], step.descriptors[index]
+            end = descriptor.past_length + descriptor.query_length
+            ran = descriptor.work is SequenceWork.CONTEXT and not outcomes[index].error
+            if ran and checkpoints.is_boundary(resident, end):
+                ends.append((resident, end))
+        checkpoints.capture(ends)
+
+    def _note_runs(self, step: Step, lowered: LoweredStep, tokens: StepTokens) -> None:
+        """Remember how long accepted runs are: the session may keep less of them."""
+        self._accepted = {}
+        for row, index in enumerate(lowered.plan_row):
+            resident = step.rows[index]
+            if tokens.proposed:
+                resident.proposed_drafts += tokens.proposed[row]
+            if step.descriptors[index].work is SequenceWork.DECODE and tokens.committed[row] > 1:
+                self._accepted[resident.ref.slot] = tokens.committed[row]
 
     def _commit(self, step: Step) -> bool:
         """Move the cache's ledger and publish; nothing was visible before this."""
-        published = self._coordinator.counters.published_blocks
+        if step.one_token_each is not None and not self._tracks_common:
+            self._complete_decode(step, step.one_token_each)
+            return self._published() > self._published_before
         decoded: list[Resident] = []
         complete: list[Resident] = []  # those whose prompt is: they decode, or may end on their first token
         for resident, descriptor in zip(step.rows, step.descriptors, strict=True):
@@ -219,35 +350,72 @@ class RankRuntimeSession(SessionCore):
                 self._commit_prompt(resident)
                 complete.append(resident)
             else:
-                _new_token(resident)
+                new_token(resident)
+        if self._accepted:
+            self._settle(decoded)
         ended = [resident.index for resident in complete if resident.reason in _NORMAL_ENDS]
         self._complete_step(decoded, ended)
-        return self._coordinator.counters.published_blocks > published
+        return self._published() > self._published_before
 
     def _commit_chunk(self, resident: Resident) -> None:
         """A chunk that ran; one that sharing covered entirely has nothing to report."""
-        if resident.state_length == resident.committed:
-            self._require_ok(
-                self._coordinator.advance_prefill(self._request, resident.index, resident.committed), "advance_prefill"
-            )
+        if resident.state_length != resident.committed:
+            return
+        common = common_length(resident, self._runtime.decoder) if self._tracks_common else None
+        self._require_ok(
+            self._coordinator.advance_prefill(self._request, resident.index, resident.committed, common),
+            "advance_prefill",
+        )
+        if self._checkpoints is not None:
+            self._checkpoints.publish_boundary(resident, resident.committed)
 
     def _commit_prompt(self, resident: Resident) -> None:
         advance = ContextCacheSequenceAdvance(resident.generated[:1], resident.committed)
+        common = common_length(resident, self._runtime.decoder) if self._tracks_common else None
         self._require_ok(
-            self._coordinator.finalize_sequence_admission(self._request, resident.index, advance),
+            self._coordinator.finalize_sequence_admission(self._request, resident.index, advance, common),
             "finalize_sequence_admission",
+        )
+        if self._checkpoints is not None:
+            self._checkpoints.publish_boundary(resident, resident.committed)
+
+    def _settle(self, decoded: Sequence[Resident]) -> None:
+        """Sequences that ended inside an accepted run: their state goes back to what was kept of it."""
+        accepted, self._accepted = self._accepted, {}
+        slots, kept = [], []
+        for resident in decoded:
+            run = accepted.get(resident.ref.slot, 1)
+            new = len(resident.generated) - resident.reported
+            resident.accepted_drafts += max(0, min(new, run - 1))
+            if 0 < new < run:
+                slots.append(resident.ref.slot)
+                kept.append(new)
+        if slots:
+            self._runtime.decoder.settle(self._runtime.executor, slots, kept)
+
+    def _complete_decode(self, step: Step, token_ids: npt.NDArray[np.int32]) -> None:
+        """`_complete_step` where every row decoded one token; those that ended did so normally."""
+        self._step_prepared = False
+        if step.rows is not self._order:
+            token_ids = spread_tokens(len(self._order), row_indices(step.rows), token_ids)
+        ended = row_indices(step.rows, ended_only=True)
+        self._require_ok(
+            self._coordinator.complete_decode_step(self._request, OneTokenAdvances(token_ids), ended),
+            "complete_decode_step",
         )
 
     def _complete_step(self, decoded: Sequence[Resident], ended: Sequence[int]) -> None:
         if not self._step_prepared:
             return
         self._step_prepared = False
-        token_ids = np.full(len(self._order), HOLD_TOKEN, dtype=np.int32)
-        for resident in decoded:
-            token_ids[resident.index] = _new_token(resident)
+        order, commons = self._order, None
+        advances: Sequence[ContextCacheSequenceAdvance] = (
+            run_advances(order, decoded) if self._speculates else one_token_advances(order, decoded)
+        )
+        if self._tracks_common:
+            commons = common_lengths(order, decoded, self._runtime.decoder)
         self._require_ok(
-            self._coordinator.complete_decode_step(self._request, OneTokenAdvances(token_ids), ended),
-            "complete_decode_step",
+            self._coordinator.complete_decode_step(self._request, advances, ended, commons), "complete_decode_step"
         )
 
     def _require_ok(self, status: ContextCacheCoordinatorStatus, call: str) -> None:
@@ -259,6 +427,7 @@ class RankRuntimeSession(SessionCore):
             self._coordinator.begin_batch_compaction(self._request, old_to_new, survivors), "begin_batch_compaction"
         )
         self._require_ok(self._coordinator.compact_batch(self._request), "compact_batch")
+        self._leave_seat(retired)
 
     # ---- ending -----------------------------------------------------------------------------------------
 
@@ -267,6 +436,7 @@ class RankRuntimeSession(SessionCore):
 
     def _release_everything(self) -> None:
         try:
+            self._leave_seat(self._order)
             if self._ended_in is SessionState.OPEN:
                 status = self._coordinator.finish(self._request)
                 if status is not _OK:
@@ -275,12 +445,6 @@ class RankRuntimeSession(SessionCore):
                 self._request.abandon()
         finally:
             self._runtime.session_closed(self)
-
-
-def _new_token(resident: Resident) -> int:
-    """What this step gave a resident whose prompt is complete; a hold for one that leaves unfinished."""
-    new = resident.generated[resident.reported :]  # a step's tokens are reported when it is over
-    return completed_token(resident.index, new, withdrawn=resident.reason in _WITHDRAWN)
 
 
 _PRESSURE = "not enough free KV pages now; retry when a resident has finished"

@@ -6,6 +6,7 @@ import pytest
 from coordinator_rig import HEADROOM, OK, VOCAB, Rig, all_policies
 
 from edgellm.cache.types import ContextCacheConfig, ContextCacheCoordinatorStatus, DecodingKvHeadroom
+from edgellm.errors import InvalidArgumentError
 from edgellm.testing.recount import recount
 from edgellm.testing.toy_driver import FLAVOURS, ToyDriver
 
@@ -110,3 +111,16 @@ def test_a_refused_growth_names_who_and_binds_those_before_it():
     assert rig.coordinator.prepare_decode_step(handle, HEADROOM, [0]) is OK
     assert handle.refused_slot is None
     recount(rig.coordinator)
+
+
+@pytest.mark.parametrize(("reserve", "fits"), [(0, True), (3, True), (4, False), (2**62, False)])
+def test_draft_pages_promised_to_others_stay_available(reserve, fits):
+    driver = ToyDriver(FLAVOURS["eagle"], policies=all_policies(), num_pages=32, num_draft_pages=6)
+    resident = driver._take_slot()
+    admission = driver.admission([token % 50 for token in prompt(6)], resident)  # 3 draft pages with headroom
+    with pytest.raises(InvalidArgumentError, match="draft_reserve_pages is -1"):
+        driver.coordinator.admit_sequence(driver.request, admission, driver.headroom, draft_reserve_pages=-1)
+    result = driver.coordinator.admit_sequence(driver.request, admission, driver.headroom, draft_reserve_pages=reserve)
+    assert (result.status is OK) is fits
+    assert result.insufficient_capacity is not fits
+    assert recount(driver.coordinator).draft.free == (3 if fits else 6)

@@ -1,0 +1,176 @@
+"""`ChainDecoder`: speculation with chains, whatever proposes them.
+
+A step widens the decode rows of its batch by their proposals, runs one forward, keeps what the target agrees with, and
+rolls recurrent state back to it.  Prompt chunks share that forward.  A subclass proposes, and notes hidden rows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from edgellm.cache.types import DecodingKvHeadroom
+from edgellm.decoding.base import DecodingSeat, DecodingStrategy, StepTokens
+from edgellm.decoding.verify import verify_runs
+from edgellm.errors import BrokenInvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    import torch
+
+    from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
+    from edgellm.sampling.sampler import Sampler, SamplingState
+
+    Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRow:
+    """What one row of a step leaves behind.
+
+    Attributes:
+        slot: resident slot.
+        past: tokens that had state before.
+        inputs: tokens whose state is kept.
+        token_ids: tokens chosen; the last one has no state yet.  Empty for a chunk that does not end its prompt.
+        hidden: (len(inputs), hidden_width) their hidden rows; None where the executor gives none.
+    """
+
+    slot: int
+    past: int
+    inputs: Int32Array
+    token_ids: list[int]
+    hidden: torch.Tensor | None
+
+
+class ChainDecoder(DecodingStrategy):
+    """Args:
+    num_drafts: K, most tokens proposed in a round.
+    """
+
+    is_speculative = True
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+        self._prompt_ends: dict[int, int] = {}
+
+    def required_kv_headroom(self) -> DecodingKvHeadroom:
+        contract = self.spec_reuse_contract()
+        paired = contract is not None and contract.owns_paged_spec_state
+        return DecodingKvHeadroom(self.num_drafts + 1, self.num_drafts + 1 if paired else 0)
+
+    def seat(self, executor: Executor, seat: DecodingSeat) -> None:
+        self._prompt_ends[seat.slot] = len(seat.prompt)
+
+    def unseat(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._prompt_ends.pop(slot, None)
+
+    def settle(self, executor: Executor, slots: Sequence[int], kept: Sequence[int]) -> None:
+        cast("VerifyingExecutor", executor).rewind(slots, kept)
+
+    def run_step(
+        self, executor: Executor, batch: RaggedBatch, sampler: Sampler, rows: Sequence[SamplingState]
+    ) -> StepTokens:
+        verifier = cast("VerifyingExecutor", executor)
+        proposals = self._propose(verifier, batch)
+        wide = widen(batch, proposals)
+        forward = verifier.forward_verify(wide)
+        selected: list[int] = batch.logits_to_seq.tolist()
+        runs = verify_runs(forward.logits, [proposals[row] for row in selected], sampler, rows)
+        chosen = dict(zip(selected, runs, strict=True))
+        committed = batch.query_len.tolist()
+        for row in self._decode_rows(batch):
+            committed[row] = max(1, len(chosen[row].token_ids))
+        short = [row for row in chosen if committed[row] < int(wide.query_len[row])]
+        if short:
+            verifier.rewind(batch.state_index[short].tolist(), [committed[row] for row in short])
+        for row in range(batch.num_sequences):
+            tokens = chosen[row].token_ids if row in chosen else []
+            self.absorb(verifier, _kept(wide, row, committed[row], tokens, forward.hidden))
+        return StepTokens(
+            token_ids=[run.token_ids for run in runs],
+            committed=committed,
+            logprobs=[run.logprobs for run in runs],
+            errors={number: run.error for number, run in enumerate(runs) if run.error},
+            proposed=[len(chain) for chain in proposals],
+        )
+
+    def _decode_rows(self, batch: RaggedBatch) -> list[int]:
+        """Rows whose prompt is complete."""
+        pasts, slots = batch.past_len.tolist(), batch.state_index.tolist()
+        try:
+            return [row for row, slot in enumerate(slots) if pasts[row] >= self._prompt_ends[slot]]
+        except KeyError as error:
+            raise BrokenInvariantError(f"slot {error} runs and was never seated with the decoder") from error
+
+    def _propose(self, executor: VerifyingExecutor, batch: RaggedBatch) -> list[list[int]]:
+        """Per row of the batch its proposals; none for prompt chunks."""
+        proposals: list[list[int]] = [[] for _ in range(batch.num_sequences)]
+        rows = self._decode_rows(batch)
+        if rows:
+            limits = [self.num_drafts] * len(rows)
+            if batch.max_drafts is not None:
+                limits = np.minimum(batch.max_drafts[rows], self.num_drafts).tolist()
+            for row, chain in zip(rows, self.propose(executor, batch, rows, limits), strict=True):
+                proposals[row] = chain
+        return proposals
+
+    @abstractmethod
+    def propose(
+        self, executor: VerifyingExecutor, batch: RaggedBatch, rows: Sequence[int], limits: Sequence[int]
+    ) -> list[list[int]]:
+        """A chain for each of `rows`, which decode; `limits` says how long each may be (0: none at all).
+
+        Draft state of what was accepted in the round before is written here, whether or not anything is proposed.
+        """
+
+    @abstractmethod
+    def absorb(self, executor: VerifyingExecutor, row: KeptRow) -> None:
+        """A row ran: keep what the next proposals need.  Called for every row of every step, chunks too."""
+
+
+def widen(batch: RaggedBatch, proposals: Sequence[Sequence[int]]) -> RaggedBatch:
+    """The batch with proposals behind the tokens of their rows, and a logits row for each of these tokens."""
+    counts = np.fromiter((len(chain) for chain in proposals), np.int32, len(proposals))
+    if not counts.any():
+        return batch
+    query_len = batch.query_len + counts
+    query_start = np.zeros(len(query_len) + 1, np.int32)
+    np.cumsum(query_len, out=query_start[1:])
+    token_ids = np.empty(int(query_start[-1]), np.int32)
+    positions = np.empty_like(token_ids)
+    for row, chain in enumerate(proposals):
+        start, end, middle = int(query_start[row]), int(query_start[row + 1]), int(query_start[row + 1]) - len(chain)
+        old = int(batch.query_start[row])
+        token_ids[start:middle] = batch.token_ids[old : old + middle - start]
+        token_ids[middle:end] = chain
+        positions[start:end] = np.arange(end - start, dtype=np.int32) + batch.past_len[row]
+    logits_to_seq = np.repeat(batch.logits_to_seq, counts[batch.logits_to_seq] + 1)
+    ends = (query_start[1:] - counts)[batch.logits_to_seq]
+    logits_index = [np.arange(end - 1, end + counts[row]) for row, end in zip(batch.logits_to_seq, ends, strict=True)]
+    return replace(
+        batch,
+        token_ids=token_ids,
+        positions=positions,
+        query_start=query_start,
+        query_len=query_len,
+        logits_index=np.concatenate(logits_index).astype(np.int64),
+        logits_to_seq=logits_to_seq.astype(np.int32),
+    )
+
+
+def _kept(wide: RaggedBatch, row: int, count: int, token_ids: list[int], hidden: torch.Tensor | None) -> KeptRow:
+    start = int(wide.query_start[row])
+    return KeptRow(
+        slot=int(wide.state_index[row]),
+        past=int(wide.past_len[row]),
+        inputs=wide.token_ids[start : start + count].copy(),
+        token_ids=token_ids,
+        hidden=None if hidden is None else hidden[start : start + count],
+    )
