@@ -1,8 +1,9 @@
 """`StreamChannel`: how generated tokens travel from the session to one consumer.
 
 One producer (the session, on the actor thread) and one consumer (any thread, or one event loop).  The
-producer never waits: a consumer that stops reading costs memory, not progress, and with
-`max_pending_chunks` not even an unbounded number of chunks.
+producer never waits: when the consumer stops reading, further chunks are merged into the newest unread one.
+A stalled stream therefore holds at most `max_pending_chunks` chunks and the tokens of its one request, and
+loses nothing.
 
 The end of a stream is a fact of its own: a finished channel says that no more text will come, not that the
 request's outcome is published.  Read the outcome from the request handle.
@@ -18,7 +19,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from edgellm.errors import ContractViolation, InvalidArgumentError
+from edgellm.errors import FOREIGN_ERRORS, ContractViolation, InvalidArgumentError
+from edgellm.log import get_logger
 from edgellm.session.types import FinishReason
 
 if TYPE_CHECKING:
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
 
     from edgellm.sampling.logprobs import TokenLogprobs
 
+_logger = get_logger(__name__)
 _FACTORY_KEY = object()
+
+DEFAULT_MAX_PENDING_CHUNKS = 64
+"""Unread chunks that a channel keeps apart before it merges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +53,35 @@ class StreamChunk:
     reason: FinishReason = FinishReason.NOT_FINISHED
     logprobs: list[TokenLogprobs] | None = None
 
-    def merged_with(self, later: StreamChunk) -> StreamChunk:
-        """Both chunks as one, as if produced together."""
-        logprobs = None
-        if self.logprobs is not None or later.logprobs is not None:
-            logprobs = [*(self.logprobs or ()), *(later.logprobs or ())]
+
+class _Gathered:
+    """Several chunks on the way to be one; grows in place, so that a long stall costs no repeated copies."""
+
+    __slots__ = ("_logprobs", "_reason", "_texts", "token_ids")
+
+    def __init__(self, first: StreamChunk) -> None:
+        self.token_ids = list(first.token_ids)
+        self._texts = [first.text]
+        self._logprobs = None if first.logprobs is None else list(first.logprobs)
+        self._reason = first.reason
+
+    def add(self, later: StreamChunk) -> None:
+        self.token_ids += later.token_ids
+        if later.text:
+            self._texts.append(later.text)
+        if later.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += later.logprobs
+        self._reason = later.reason
+
+    def chunk(self) -> StreamChunk:
         return StreamChunk(
-            token_ids=self.token_ids + later.token_ids,
-            text=self.text + later.text,
-            finished=later.finished,
-            reason=later.reason,
-            logprobs=logprobs,
+            token_ids=self.token_ids,
+            text="".join(self._texts),
+            finished=self._reason is not FinishReason.NOT_FINISHED,
+            reason=self._reason,
+            logprobs=self._logprobs,
         )
 
 
@@ -65,7 +89,10 @@ class StreamChannel:
     """Single-use stream of `StreamChunk`s; make one with `StreamChannel.create()`.
 
     Thread rules: `push`, `finish`, `attach`, `detach` belong to the producer; `try_pop`, `wait_pop`,
-    `consume` and the two iterators to the one consumer; `cancel` and the queries to anybody.
+    `consume` and the two iterators to the one consumer; `cancel`, `add_listener` and the queries to anybody.
+
+    Memory: at most `max_pending_chunks` unread chunks, whatever the consumer does; together they hold each
+    token of the request at most once.
 
     Cancelling releases the consumer at once: chunks that were already pushed are still delivered, then the
     stream ends without waiting for the producer to notice.
@@ -74,30 +101,39 @@ class StreamChannel:
     def __init__(self, key: object = None) -> None:
         if key is not _FACTORY_KEY:
             raise ContractViolation("StreamChannel is made by StreamChannel.create(), not by its constructor")
-        self._condition = threading.Condition(threading.Lock())
+        # Re-entrant: the collector may cancel a dropped stream from inside a call of this channel.
+        self._condition = threading.Condition(threading.RLock())
         self._pending: deque[StreamChunk] = deque()
-        self._held: StreamChunk | None = None
+        self._merged: _Gathered | None = None  # the newest unread chunk, once it had to be merged
+        self._held: _Gathered | None = None  # not yet `stream_interval` tokens
+        self._claimed = False
         self._attached = False
+        self._read = False
         self._cancelled = False
         self._reason = FinishReason.NOT_FINISHED
         self._stream_interval = 1
-        self._max_pending_chunks = 0
+        self._max_pending_chunks = DEFAULT_MAX_PENDING_CHUNKS
         self._skip_special_tokens: bool | None = None
         self._reader_waits = False  # spares the producer a notification that nobody would hear
         self._waker: Callable[[], None] | None = None
         self._cancel_listeners: list[Callable[[], None]] = []
+        self._listeners: tuple[Callable[[], None], ...] = ()
 
     @classmethod
     def create(
-        cls, *, stream_interval: int = 1, skip_special_tokens: bool | None = None, max_pending_chunks: int = 0
+        cls,
+        *,
+        stream_interval: int = 1,
+        skip_special_tokens: bool | None = None,
+        max_pending_chunks: int = DEFAULT_MAX_PENDING_CHUNKS,
     ) -> StreamChannel:
         """A fresh channel.
 
         Args:
             stream_interval: non-final chunks carry at least so many tokens; below 1 counts as 1.
             skip_special_tokens: overrides the request's own setting for the streamed text; None keeps it.
-            max_pending_chunks: > 0 bounds the unread chunks: further text is merged into the newest one.
-                Nothing is lost.  0 does not bound.
+            max_pending_chunks: most unread chunks; further ones are merged into the newest, nothing is lost.
+                1 always hands over everything there is; 0 does not bound.
         """
         if max_pending_chunks < 0:
             raise InvalidArgumentError(f"max_pending_chunks is {max_pending_chunks}; it must be 0 (no bound) or more")
@@ -118,11 +154,13 @@ class StreamChannel:
         """Override the request's setting for the streamed text (never the ids).
 
         Raises:
-            ContractViolation: the channel is attached already.
+            ContractViolation: the channel belongs to a request already.
         """
         with self._condition:
-            if self._attached:
-                raise ContractViolation("set_skip_special_tokens: the channel is attached; set it before submitting")
+            if self._attached or self._claimed:
+                raise ContractViolation(
+                    "set_skip_special_tokens: the channel is attached to a request; set it before submitting"
+                )
             self._skip_special_tokens = skip
 
     @property
@@ -133,7 +171,28 @@ class StreamChannel:
     def skip_special_tokens(self) -> bool | None:
         return self._skip_special_tokens
 
+    @property
+    def max_pending_chunks(self) -> int:
+        return self._max_pending_chunks
+
     # ---- producer -------------------------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Promise the channel to one request, before a session attaches it.
+
+        Raises:
+            InvalidArgumentError: it served or serves a request already.  Nothing was changed.
+        """
+        with self._condition:
+            if self._claimed or self._attached or self._finished:
+                raise InvalidArgumentError(
+                    "stream_channel served another request already; give each request its own channel"
+                )
+            self._claimed = True
+
+    def unclaim(self) -> None:
+        """Take `claim` back: its request was never accepted."""
+        self._claimed = False
 
     def attach(self) -> None:
         """Claim the channel for one sequence.
@@ -160,6 +219,21 @@ class StreamChannel:
                 raise ContractViolation(f"detach: the channel is {state}; only an attached, unfinished one can move")
             self._attached = False
 
+    def rewind(self) -> bool:
+        """`detach` for a sequence that begins again: drop what nobody has read.
+
+        Returns:
+            False when the consumer has read a chunk, or the channel finished: its sequence cannot begin again
+            unseen.  Nothing was changed.
+        """
+        with self._condition:
+            if self._read or self._finished:
+                return False
+            self._pending.clear()
+            self._merged = self._held = None
+            self._attached = False
+            return True
+
     def push(self, chunk: StreamChunk) -> bool:
         """Hand over a chunk without waiting; a chunk with `finished` also finishes the channel.
 
@@ -175,20 +249,21 @@ class StreamChannel:
         with self._condition:
             if self._reason is not FinishReason.NOT_FINISHED:
                 return False
-            if self._held is not None:
-                chunk = self._held.merged_with(chunk)
-                self._held = None
+            if self._held is not None or (len(chunk.token_ids) < self._stream_interval and not chunk.finished):
+                held = self._hold_locked(chunk)
+                if held is None:
+                    return True
+                chunk = held
+            self._append_locked(chunk)
+            listeners = self._listeners
             if chunk.finished:
                 self._reason = chunk.reason
                 self._cancel_listeners.clear()
-            elif len(chunk.token_ids) < self._stream_interval:
-                self._held = chunk
-                return True
-            if 0 < self._max_pending_chunks <= len(self._pending):
-                chunk = self._pending.pop().merged_with(chunk)
-            self._pending.append(chunk)
+                self._listeners = ()
             waker = self._wake_locked() if self._reader_waits else None
         _call(waker)
+        for listener in listeners:
+            _tell(listener)
         return True
 
     def finish(self, reason: FinishReason) -> bool:
@@ -210,7 +285,7 @@ class StreamChannel:
     def try_pop(self) -> StreamChunk | None:
         """The oldest unread chunk, or None."""
         with self._condition:
-            return self._pending.popleft() if self._pending else None
+            return self._pop_locked() if self._readable else None
 
     def wait_pop(self, timeout: float | None = None) -> StreamChunk | None:
         """Wait for the next chunk, at most `timeout` seconds (None: no limit).
@@ -220,7 +295,7 @@ class StreamChannel:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._condition:
-            while not self._pending:
+            while not self._readable:
                 if self._ended:
                     return None
                 remaining = None if deadline is None else deadline - time.monotonic()
@@ -228,7 +303,7 @@ class StreamChannel:
                     return None
                 self._reader_waits = True
                 self._condition.wait(remaining)
-            return self._pending.popleft()
+            return self._pop_locked()
 
     def consume(self, handler: Callable[[StreamChunk], None], poll: float = 0.1) -> FinishReason:
         """Call `handler` with every chunk, without the lock, until the stream ends.
@@ -263,8 +338,8 @@ class StreamChannel:
             loop = asyncio.get_running_loop()
             arrived: asyncio.Future[None] = loop.create_future()
             with self._condition:
-                if self._pending:
-                    return self._pending.popleft()
+                if self._readable:
+                    return self._pop_locked()
                 if self._ended:
                     raise StopAsyncIteration
                 if self._waker is not None:
@@ -286,11 +361,13 @@ class StreamChannel:
             if self._cancelled or self._finished:
                 return
             self._cancelled = True
-            listeners = tuple(self._cancel_listeners)
+            cancel_listeners, listeners = tuple(self._cancel_listeners), self._listeners
             waker = self._wake_locked()
         _call(waker)
-        for listener in listeners:
+        for listener in cancel_listeners:
             listener()
+        for listener in listeners:
+            _tell(listener)
 
     def add_cancel_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` on the cancelling thread once the channel is cancelled (now, if it already is).
@@ -303,6 +380,25 @@ class StreamChannel:
             cancelled = self._cancelled
         if cancelled:
             listener()
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Call `callback` each time a chunk can be read, when the stream ends and when it is cancelled.
+
+        It runs on the thread that brought it about (the engine's, but for a cancel), and here and now when a chunk is
+        waiting or the stream is over; so it must neither block nor raise.  It may also find nothing to read.  With
+        it one event loop or thread serves any number of streams: let it schedule a `try_pop` loop.
+        """
+        with self._condition:
+            if not self._finished:
+                self._listeners = (*self._listeners, callback)
+            now = self._readable or self._ended
+        if now:
+            _tell(callback)
+
+    def remove_listener(self, callback: Callable[[], None]) -> None:
+        """Forget `callback`; a call that is under way still arrives.  Unknown ones are ignored."""
+        with self._condition:
+            self._listeners = tuple(listener for listener in self._listeners if listener != callback)
 
     def is_finished(self) -> bool:
         """Whether the producer ended the stream; unread chunks may remain."""
@@ -317,7 +413,7 @@ class StreamChannel:
     def is_exhausted(self) -> bool:
         """Whether the consumer will see no further chunk."""
         with self._condition:
-            return self._ended and not self._pending
+            return self._ended and not self._readable
 
     def reason(self) -> FinishReason:
         """Why the stream ended; NOT_FINISHED before it did."""
@@ -332,6 +428,42 @@ class StreamChannel:
     @property
     def _ended(self) -> bool:
         return self._finished or self._cancelled
+
+    @property
+    def _readable(self) -> bool:
+        return bool(self._pending) or self._merged is not None
+
+    def _hold_locked(self, chunk: StreamChunk) -> StreamChunk | None:
+        """Join `chunk` to what is held back; the whole once it is long enough or the last, else None."""
+        if self._held is None:
+            self._held = _Gathered(chunk)
+        else:
+            self._held.add(chunk)
+        if len(self._held.token_ids) < self._stream_interval and not chunk.finished:
+            return None
+        whole, self._held = self._held.chunk(), None
+        return whole
+
+    def _append_locked(self, chunk: StreamChunk) -> None:
+        limit, merged = self._max_pending_chunks, self._merged
+        if 0 < limit <= len(self._pending) + (merged is not None):
+            if merged is None:
+                merged = self._merged = _Gathered(self._pending.pop())
+            merged.add(chunk)
+            return
+        if merged is not None:
+            self._pending.append(merged.chunk())
+            self._merged = None
+        self._pending.append(chunk)
+
+    def _pop_locked(self) -> StreamChunk:
+        self._read = True
+        if self._pending:
+            return self._pending.popleft()
+        if self._merged is None:
+            raise ContractViolation("two threads read one stream; a stream has one reader, make one for each")
+        chunk, self._merged = self._merged.chunk(), None
+        return chunk
 
     def _wake_locked(self) -> Callable[[], None] | None:
         """Wake a waiting thread; returns the event loop's waker, to be called without the lock."""
@@ -357,3 +489,11 @@ def _thread_safe_waker(loop: asyncio.AbstractEventLoop, arrived: asyncio.Future[
 def _call(waker: Callable[[], None] | None) -> None:
     if waker is not None:
         waker()
+
+
+def _tell(listener: Callable[[], None]) -> None:
+    try:
+        listener()
+    except FOREIGN_ERRORS:
+        # A consumer's mistake must not reach the engine's thread.
+        _logger.exception("a stream listener raised")

@@ -9,7 +9,7 @@ import pytest
 from edgellm.errors import ContractViolation, InvalidArgumentError
 from edgellm.sampling.logprobs import TokenLogprobs
 from edgellm.session.types import FinishReason
-from edgellm.streaming import StreamChannel, StreamChunk
+from edgellm.streaming import DEFAULT_MAX_PENDING_CHUNKS, StreamChannel, StreamChunk
 
 
 def chunk(*token_ids: int, text: str = "") -> StreamChunk:
@@ -283,3 +283,182 @@ def test_a_second_async_reader_is_refused_instead_of_hanging():
         return await asyncio.wait_for(first, 5)
 
     assert asyncio.run(read_twice()).token_ids == [1]
+
+
+# ---- back-pressure ------------------------------------------------------------------------------------
+
+
+def test_behaviour_46_the_default_bounds_the_chunks_and_keeps_every_token():
+    channel = StreamChannel.create()
+    assert channel.max_pending_chunks == DEFAULT_MAX_PENDING_CHUNKS == 64
+    for token in range(5000):
+        channel.push(chunk(token, text="x"))
+    channel.finish(FinishReason.LENGTH)
+    got = list(channel)
+    assert [len(c.token_ids) for c in got] == [1] * 63 + [5000 - 63]
+    assert [t for c in got for t in c.token_ids] == list(range(5000))
+    assert got[-1].text == "x" * (5000 - 63)
+    assert (got[-1].finished, got[-1].reason) == (True, FinishReason.LENGTH)
+
+
+def test_a_reader_that_catches_up_gets_single_chunks_again():
+    channel = StreamChannel.create(max_pending_chunks=2)
+    for token in range(4):
+        channel.push(chunk(token))
+    assert channel.try_pop() == chunk(0)
+    channel.push(chunk(4))  # there is room again: not merged into what was merged before
+    assert [channel.try_pop(), channel.try_pop(), channel.try_pop()] == [chunk(1, 2, 3), chunk(4), None]
+
+
+def test_zero_does_not_bound_and_one_hands_over_everything():
+    free, one = StreamChannel.create(max_pending_chunks=0), StreamChannel.create(max_pending_chunks=1)
+    for token in range(200):
+        free.push(chunk(token))
+        one.push(chunk(token))
+    assert free.try_pop() == chunk(0)
+    assert one.try_pop() == chunk(*range(200))
+
+
+def test_merging_changes_no_chunk_of_the_producer_nor_one_that_was_read():
+    channel = StreamChannel.create(max_pending_chunks=1)
+    first, second = StreamChunk([1], "a", logprobs=[TokenLogprobs(1, -1.0)]), StreamChunk([2], "b")
+    channel.push(first)
+    channel.push(second)
+    read = channel.try_pop()
+    channel.push(chunk(3))
+    assert (first.token_ids, second.token_ids) == ([1], [2])
+    assert read == StreamChunk([1, 2], "ab", logprobs=[TokenLogprobs(1, -1.0)])
+
+
+def test_a_long_stall_costs_linear_work():
+    """100,000 merges; copying what is unread each time would be 5 * 10**9 list entries, minutes instead of this."""
+    channel = StreamChannel.create(max_pending_chunks=1)
+    started = time.process_time()
+    for token in range(100_000):
+        channel.push(chunk(token, text="x"))
+    assert time.process_time() - started < 10
+    assert len(channel.try_pop().token_ids) == 100_000
+
+
+# ---- listeners ----------------------------------------------------------------------------------------
+
+
+def test_a_listener_hears_of_chunks_the_end_and_nothing_that_is_held_back():
+    channel = StreamChannel.create(stream_interval=2)
+    calls: list[bool] = []
+    channel.add_listener(lambda: calls.append(channel.is_finished()))
+    assert calls == []
+    channel.push(chunk(1))
+    assert calls == []
+    channel.push(chunk(2))
+    channel.push(chunk(3))
+    assert calls == [False]
+    channel.finish(FinishReason.LENGTH)
+    assert calls == [False, True]
+
+
+def test_a_listener_added_late_is_called_at_once():
+    calls: list[str] = []
+    waiting, ended, gone = (StreamChannel.create() for _ in range(3))
+    waiting.push(chunk(1))
+    ended.finish(FinishReason.LENGTH)
+    gone.cancel()
+    for name, channel in (("waiting", waiting), ("ended", ended), ("gone", gone)):
+        channel.add_listener(lambda name=name: calls.append(name))
+    assert calls == ["waiting", "ended", "gone"]
+
+
+def test_a_listener_hears_a_cancel_and_a_removed_one_nothing():
+    channel = StreamChannel.create()
+    calls: list[str] = []
+
+    def removed() -> None:
+        calls.append("removed")
+
+    channel.add_listener(lambda: calls.append("kept"))
+    channel.add_listener(removed)
+    channel.remove_listener(removed)
+    channel.remove_listener(removed)
+    channel.cancel()
+    assert calls == ["kept"]
+
+
+def test_a_listener_that_raises_disturbs_neither_producer_nor_the_others(caplog):
+    channel = StreamChannel.create()
+    calls: list[int] = []
+
+    def broken() -> None:
+        raise SystemExit("listener bug")
+
+    channel.add_listener(broken)
+    channel.add_listener(lambda: calls.append(1))
+    assert channel.push(chunk(1))
+    assert calls == [1]
+    assert "a stream listener raised" in caplog.text
+
+
+def test_one_event_loop_follows_many_streams_through_listeners_without_a_thread_each():
+    channels = [StreamChannel.create() for _ in range(20)]
+
+    def produce() -> None:
+        for token in range(25):
+            for channel in channels:
+                channel.push(chunk(token))
+        for channel in channels:
+            channel.finish(FinishReason.END_ID)
+
+    async def follow() -> list[list[int]]:
+        loop, threads = asyncio.get_running_loop(), threading.active_count()
+        ready: asyncio.Queue[int] = asyncio.Queue()
+        for index, channel in enumerate(channels):
+            channel.add_listener(lambda index=index: loop.call_soon_threadsafe(ready.put_nowait, index))
+        producer = threading.Thread(target=produce)
+        producer.start()
+        got: list[list[int]] = [[] for _ in channels]
+        while not all(channel.is_exhausted() for channel in channels):
+            index = await asyncio.wait_for(ready.get(), 10)
+            while (item := channels[index].try_pop()) is not None:
+                got[index] += item.token_ids
+            assert threading.active_count() <= threads + 1
+        producer.join()
+        return got
+
+    assert asyncio.run(follow()) == [list(range(25))] * 20
+
+
+# ---- claims, and the collector ------------------------------------------------------------------------
+
+
+def test_a_claimed_channel_belongs_to_one_request():
+    channel = StreamChannel.create()
+    channel.claim()
+    with pytest.raises(InvalidArgumentError, match="its own channel"):
+        channel.claim()
+    with pytest.raises(ContractViolation, match="before submitting"):
+        channel.set_skip_special_tokens(True)
+    channel.unclaim()
+    channel.claim()
+    channel.attach()
+    channel.detach()
+    channel.attach()
+    channel.finish(FinishReason.LENGTH)
+    with pytest.raises(InvalidArgumentError):
+        channel.claim()
+
+
+def test_a_cancel_from_inside_a_push_does_not_deadlock():
+    """The collector may run a dropped stream's finaliser anywhere, also where this thread holds the channel's lock."""
+    channel = StreamChannel.create(max_pending_chunks=1)
+
+    class Tokens(list):
+        def __iter__(self):
+            channel.cancel()
+            return super().__iter__()
+
+    channel.push(StreamChunk(token_ids=Tokens([1])))
+    pusher = threading.Thread(target=channel.push, args=(StreamChunk(token_ids=Tokens([2])),), daemon=True)
+    pusher.start()
+    pusher.join(5)
+    assert not pusher.is_alive()
+    assert channel.is_cancelled()
+    assert [c.token_ids for c in channel] == [[1, 2]]
