@@ -15,8 +15,10 @@ from edgellm import envs
 from edgellm.fetch import DEFAULT_MODEL, PACKAGED_MODELS, Progress, ensure_model, is_present
 from edgellm.memory import count, format_bytes
 
-DEPENDENCIES = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "gguf", "pluggy", "typer", "rich")
-OPTIONAL_DEPENDENCIES = ("cupy-cuda12x", "cupy-cuda13x", "fastapi", "llguidance")
+DEPENDENCIES = (
+    *("torch", "transformers", "numpy", "safetensors", "tokenizers", "gguf", "pluggy", "typer", "rich", "llguidance"),
+)
+OPTIONAL_DEPENDENCIES = ("cupy-cuda12x", "cupy-cuda13x", "fastapi")
 EXTENSIONS = (
     "edgellm._core.block_hash",
     "edgellm._core.page_ledger",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
 from edgellm.errors import InvalidArgumentError
+from edgellm.sampling.structured import StructuredOutput
 
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGPROBS = 50
@@ -40,6 +41,8 @@ class SamplingParams:
         logprobs: None, or 0..50 most likely alternatives beside the chosen token's own.
         skip_special_tokens: leave special tokens out of the text (never out of the ids).
         include_stop_str_in_output: keep the matched stop string in the text.
+        structured: a form that the text is guaranteed to have; see `StructuredOutput`.  The end token is chosen where
+            the text is complete, so `ignore_eos` does not go with it, and `min_tokens` may leave nothing to choose.
     """
 
     max_tokens: int = 256
@@ -59,6 +62,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -69,6 +73,15 @@ class SamplingParams:
             raise InvalidArgumentError(f"logit_bias is {self.logit_bias!r}; it must be a dict from token id to bias")
         set_field(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         self._check()
+
+    def __hash__(self) -> int:
+        values = (getattr(self, one.name) for one in fields(self) if one.name != "logit_bias")
+        return hash((*values, frozenset(self.logit_bias.items())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: made anew from its values, since a read-only mapping cannot be pickled."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return _rebuild, ({**values, "logit_bias": dict(self.logit_bias)},)
 
     @property
     def greedy(self) -> bool:
@@ -97,6 +110,7 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
+        self._check_structured()
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -121,6 +135,24 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias token id", token_id, low=0, high=2**31 - 1)
             _check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
+
+    def _check_structured(self) -> None:
+        if self.structured is None:
+            return
+        if not isinstance(self.structured, StructuredOutput):
+            raise InvalidArgumentError(
+                f"structured is a {type(self.structured).__name__}; pass edgellm.StructuredOutput(json_schema=...), or "
+                "another of its forms"
+            )
+        if self.ignore_eos:
+            raise InvalidArgumentError(
+                "ignore_eos is True and structured is set; a text of a given form ends with the end token, leave "
+                "ignore_eos False"
+            )
+
+
+def _rebuild(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values)
 
 
 def _as_tuple(name: str, value: object, wanted: str) -> tuple[Any, ...]:

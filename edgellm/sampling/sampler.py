@@ -3,12 +3,13 @@
 Order of operations of a row, the one documented for users:
 
 1. logit bias is added;
-2. log-probabilities are taken (they know bias, but neither penalties, temperature nor filters);
-3. repetition penalty, then frequency and presence penalties;
-4. `min_tokens`: end tokens and stop token ids are excluded;
-5. temperature 0: the largest logit wins, the lowest id among equals.  Otherwise
-6. temperature, 7. top-k, 8. top-p over what top-k left, 9. min-p,
-10. one draw by inverse CDF in token-id order, from the number that (seed, position) determine.
+2. log-probabilities are taken (they know bias, but neither grammar, penalties, temperature nor filters);
+3. `structured`: tokens that may not follow in the grammar are excluded, whatever their bias;
+4. repetition penalty, then frequency and presence penalties;
+5. `min_tokens`: end tokens and stop token ids are excluded;
+6. temperature 0: the largest logit wins, the lowest id among equals.  Otherwise
+7. temperature, 8. top-k, 9. top-p over what top-k left, 10. min-p,
+11. one draw by inverse CDF in token-id order, from the number that (seed, position) determine.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class SampleResult:
     Attributes:
         token_ids: one id per row; `NO_TOKEN` (-1) in rows that failed.
         logprobs: per row, None where the request did not ask.
-        errors: row to reason, for rows whose logits allow no choice (NaN, +inf, nothing left).  Other rows
-            are unaffected.
+        errors: row to reason, for rows whose logits or grammar allow no choice (NaN, +inf, nothing left, a dead
+            end).  Other rows are unaffected.
     """
 
     token_ids: list[int]
@@ -138,11 +139,17 @@ def _choose_one(values: npt.NDArray[np.float32], state: SamplingState, row: int,
     snapshot = logits
     if params.logprobs is not None and _edits_logits(state):
         logits = logits.copy()
+    if state.guide is not None:
+        reason = state.guide.restrict(logits)
+        if reason:
+            result.errors[row] = reason
+            return
     _apply_penalties(logits, state)
     if state.end_tokens_masked:
         logits[state.masked_ids] = -np.inf
         if not math.isfinite(float(logits.max())):
-            result.errors[row] = f"min_tokens={params.min_tokens} excludes every token that the logits leave"
+            what = "logits leave" if state.guide is None else "grammar leaves"
+            result.errors[row] = f"min_tokens={params.min_tokens} excludes every token that the {what}"
             return
     token_id = int(logits.argmax()) if params.greedy else _draw_token(logits, state)
     result.token_ids[row] = token_id
@@ -151,7 +158,8 @@ def _choose_one(values: npt.NDArray[np.float32], state: SamplingState, row: int,
 
 
 def _edits_logits(state: SamplingState) -> bool:
-    return state.seen is not None or state.output is not None or state.end_tokens_masked
+    counted = state.seen is not None or state.output is not None
+    return counted or state.guide is not None or state.end_tokens_masked
 
 
 def _apply_penalties(logits: FloatArray, state: SamplingState) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgellm.errors import InvalidArgumentError
 from edgellm.sampling.penalties import TokenCounter, needs_output_counts, needs_repetition
 from edgellm.sampling.philox import DrawPurpose, uniform
 from edgellm.tokenization.token_ids import check_token_ids
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from edgellm.sampling.guidance import Guide
     from edgellm.sampling.params import SamplingParams
 
 _SEED_BITS = 64
@@ -34,6 +36,7 @@ class SamplingState:
         position: absolute index of the token about to be chosen; starts at the prompt's length.
         num_output: tokens recorded so far.
         seen, output: token counts of prompt + output, and of the output; None where no penalty needs them.
+        guide: where the text is in the form that was asked for; None without one.
     """
 
     __slots__ = (
@@ -41,6 +44,7 @@ class SamplingState:
         "_bias_values",
         "_min_tokens_ids",
         "_plain",
+        "guide",
         "num_output",
         "output",
         "params",
@@ -56,19 +60,27 @@ class SamplingState:
         prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
+        *,
+        guide: Guide | None = None,
     ) -> None:
         """Start at the end of the prompt.
 
         Args:
             eos_token_ids: the model's end tokens; ids beyond the vocabulary cannot be generated and are
                 left out.
+            guide: for `params.structured`, at its beginning; owned from here on.
         Raises:
             InvalidArgumentError: an id in `logit_bias` or `stop_token_ids` (or, when a repetition penalty is
-                on, in the prompt) is outside the vocabulary.
+                on, in the prompt) is outside the vocabulary; or a form is asked for and no guide given.
         """
         check_token_ids("logit_bias", params.logit_bias, vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        if params.structured is not None and guide is None:
+            raise InvalidArgumentError(
+                "structured is set and nothing here follows its grammar; pass the guide that Guidance.start gives"
+            )
         self.params = params
+        self.guide = guide
         self.vocab_size = vocab_size
         self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
         self.position = len(prompt_token_ids)
@@ -83,7 +95,7 @@ class SamplingState:
         self._bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
         self._bias_values = np.array(list(params.logit_bias.values()), dtype=np.float64)
         self._min_tokens_ids = _min_tokens_ids(params, eos_token_ids, vocab_size)
-        untouched = self.seen is None and self.output is None and not params.logit_bias
+        untouched = self.seen is None and self.output is None and not params.logit_bias and guide is None
         self._plain = params.greedy and untouched and params.logprobs is None
 
     @property
@@ -107,7 +119,7 @@ class SamplingState:
         return self._bias_ids, self._bias_values
 
     def record(self, token_id: int) -> None:
-        """Take note of a chosen token: counts, position and number of outputs advance.  O(1).
+        """Take note of a chosen token: counts, grammar, position and number of outputs advance.  O(1).
 
         Raises:
             InvalidArgumentError: the id is outside the vocabulary.  Nothing was changed.
@@ -118,6 +130,8 @@ class SamplingState:
             self.seen.add(token_id)
         if self.output is not None:
             self.output.add(token_id)
+        if self.guide is not None:
+            self.guide.record(token_id)
         self.position += 1
         self.num_output += 1
 
@@ -132,6 +146,7 @@ class SamplingState:
             setattr(other, name, getattr(self, name))
         other.seen = None if self.seen is None else self.seen.clone()
         other.output = None if self.output is None else self.output.clone()
+        other.guide = None if self.guide is None else self.guide.clone()
         return other
 
 

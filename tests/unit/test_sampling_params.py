@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 
 import pytest
 
 from edgellm.errors import CallerError, InvalidArgumentError
 from edgellm.sampling.params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from edgellm.sampling.structured import StructuredOutput
 
 NAN, INF = math.nan, math.inf
 
@@ -143,3 +146,58 @@ def test_collections_of_a_wrong_type_are_named(field: str, value: object, messag
 def test_switches_are_true_or_false(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{name} is .*must be True or False"):
         SamplingParams(**{name: value})
+
+
+FULL = {
+    "max_tokens": 7,
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.0,
+    "frequency_penalty": -1.0,
+    "logit_bias": {3: 1.0, 9: -2},
+    "seed": 11,
+    "stop": ["x", "yy"],
+    "stop_token_ids": [4],
+    "min_tokens": 2,
+    "logprobs": 3,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "structured": StructuredOutput(json_schema={"type": "integer"}),
+}
+
+
+class TestValues:
+    def test_every_field_is_in_the_full_example(self):
+        names = {one.name for one in dataclasses.fields(SamplingParams)}
+        assert names - set(FULL) == {"ignore_eos"}  # does not go with `structured`
+
+    @pytest.mark.parametrize("values", [{}, FULL, {"ignore_eos": True, "logit_bias": {1: 2.0}}])
+    def test_pickled_copied_and_hashed(self, values):
+        params = SamplingParams(**values)
+        copies = [pickle.loads(pickle.dumps(params, protocol)) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+        for twin in (*copies, copy.copy(params), copy.deepcopy(params), dataclasses.replace(params)):
+            assert twin == params
+            assert hash(twin) == hash(params)
+            assert type(twin.logit_bias) is type(params.logit_bias)
+            with pytest.raises(TypeError):
+                twin.logit_bias[5] = 1.0  # type: ignore[index]
+        assert len({params, *copies}) == 1
+
+    @pytest.mark.parametrize("name", sorted(FULL))
+    def test_one_other_value_is_another_value(self, name):
+        assert SamplingParams(**{name: FULL[name]}) != SamplingParams()
+        others = {SamplingParams(**{one: FULL[one]}) for one in FULL if one != "min_tokens"}
+        assert len(others) == len(FULL) - 1
+
+    def test_the_order_of_biases_does_not_matter(self):
+        first, second = SamplingParams(logit_bias={1: 2.0, 3: 4.0}), SamplingParams(logit_bias={3: 4.0, 1: 2.0})
+        assert (first, hash(first)) == (second, hash(second))
+
+    def test_a_dict_that_changes_later_changes_nothing(self):
+        bias = {1: 2.0}
+        params = SamplingParams(logit_bias=bias)
+        bias[1] = 3.0
+        assert dict(params.logit_bias) == {1: 2.0}

@@ -1,0 +1,163 @@
+"""Grammar guidance: which tokens may come next in a text of a given form.
+
+`Guidance` belongs to a runtime: one tokenizer, and compiled grammars shared by the requests that ask for them.  `Guide`
+belongs to one sequence and remembers how far its text is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgellm.errors import AdmissionError, InvalidArgumentError
+from edgellm.sampling.guide_vocabulary import GuideVocabulary, read_vocabulary
+from edgellm.sampling.structured import StructuredOutput, explain
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_CACHED_GRAMMARS = 64
+
+_TOO_COMPLEX = frozenset({"ParserTooComplex", "LexerTooComplex", "InternalError"})
+
+
+class Guidance:
+    """Everything about guided sequences that a runtime's requests share.
+
+    Nothing is built before the first guided request: then the vocabulary is read once (a quarter of a second for 49k
+    tokens), and each distinct form is compiled once and kept, the least recently used going first.
+
+    Threads: every method may be called from several threads; the first to ask builds, the others wait.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, *, max_cached_grammars: int = MAX_CACHED_GRAMMARS) -> None:
+        """
+        Args:
+            tokenizer: with `token_bytes`, `encode`, `decode`, `special_token_ids` and `eos_token_ids`.
+            vocab_size: width of the logits; ids beyond the tokenizer's own are never allowed.
+        """
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_cached = max_cached_grammars
+        self._lock = threading.Lock()
+        self._vocabulary: GuideVocabulary | None = None
+        self._engine: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutput, Guide] = OrderedDict()
+
+    @property
+    def num_cached_grammars(self) -> int:
+        return len(self._compiled)
+
+    def start(self, structured: StructuredOutput) -> Guide:
+        """A guide at the beginning of a text.
+
+        Raises:
+            AdmissionError: the form does not go with this tokenizer, or no text has it.  Nothing was changed.
+        Cost: microseconds for a form that was compiled before.
+        """
+        with self._lock:
+            return self._compiled_form(structured).clone()
+
+    def prepare(self, structured: StructuredOutput) -> None:
+        """Compile a form now, so that `start` finds it; raises as `start`."""
+        with self._lock:
+            self._compiled_form(structured)
+
+    def _compiled_form(self, structured: StructuredOutput) -> Guide:
+        """The guide that those of a form are copied from; the caller holds the lock."""
+        first = self._compiled.get(structured)
+        if first is not None:
+            self._compiled.move_to_end(structured)
+            return first
+        first = self._compiled[structured] = self._compile(structured)
+        if len(self._compiled) > self._max_cached:
+            self._compiled.popitem(last=False)
+        return first
+
+    def _compile(self, structured: StructuredOutput) -> Guide:
+        from llguidance import LLMatcher, LLParserLimits
+
+        vocabulary, engine = self._bind()
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(engine, structured.grammar(), log_level=0, limits=limits)
+        warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
+        if matcher.is_error() or warnings:
+            found = warnings[0] if warnings else matcher.get_error()
+            raise AdmissionError(f"{structured.mode} cannot be enforced with this model: {explain(found)}")
+        # The first mask is the dearest; computed here, every guide of this form has it.
+        first = Guide(matcher, vocabulary)
+        reason = first.restrict(np.zeros(self._vocab_size))
+        if reason:
+            raise AdmissionError(f"{structured.mode}: no text has this form ({reason}); change it")
+        return first
+
+    def _bind(self) -> tuple[GuideVocabulary, LLTokenizer]:
+        from llguidance import LLTokenizer
+
+        if self._vocabulary is None or self._engine is None:
+            try:
+                vocabulary = read_vocabulary(self._tokenizer, self._vocab_size)
+            except InvalidArgumentError as error:
+                raise AdmissionError(str(error)) from error
+            engine: LLTokenizer = LLTokenizer(vocabulary.wrapper, eos_token=list(vocabulary.end_ids))  # type: ignore[arg-type]
+            self._vocabulary, self._engine = vocabulary, engine
+        return self._vocabulary, self._engine
+
+
+class Guide:
+    """How far one sequence's text is in its form, and what may follow.  Not thread-safe."""
+
+    __slots__ = ("_bits", "_matcher", "_started", "_vocabulary")
+
+    def __init__(self, matcher: LLMatcher, vocabulary: GuideVocabulary, *, started: bool = False) -> None:
+        """Takes `matcher` over."""
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._started = started
+        self._bits: npt.NDArray[np.int32] = np.zeros((vocabulary.size + 31) // 32, np.int32)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text so far has the form; it may be that it can go on nevertheless."""
+        return bool(not self._matcher.is_error() and self._matcher.is_accepting())
+
+    def restrict(self, logits: npt.NDArray[np.float64]) -> str:
+        """Set the logits of tokens that may not follow to -inf; end tokens may where the text is complete.
+
+        Args:
+            logits: (vocab_size,) float64; changed in place.
+        Returns:
+            "", or why nothing may follow (the logits are then of no use).
+        Cost: microseconds to walk the grammar, and one pass over the row.
+        """
+        bits = self._bits
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():  # with a dead end it says that the text may end, which it may not
+            return self._failure()
+        forbidden = np.unpackbits(~bits.view(np.uint8), bitorder="little")[: len(logits)].view(np.bool_)
+        if not self._started and self._vocabulary.stripped is not None:
+            forbidden |= self._vocabulary.stripped
+        np.putmask(logits, forbidden, -np.inf)
+        return "" if np.isfinite(logits.max()) else "the grammar allows no token that the model and the request leave"
+
+    def record(self, token_id: int) -> None:
+        """The text goes on with this token.  One that may not follow makes every later `restrict` fail.  O(1)."""
+        self._started = True
+        if token_id not in self._vocabulary.end_set:
+            self._matcher.consume_token(token_id)
+
+    def clone(self) -> Guide:
+        """An independent guide at the same place."""
+        return Guide(self._matcher.deep_copy(), self._vocabulary, started=self._started)
+
+    def _failure(self) -> str:
+        reason, detail = self._matcher.stop_reason(), explain(self._matcher.get_error())
+        if "NoExtensionBias" in (reason, *detail.split()):
+            return "the grammar is at a dead end: the text is not complete and no token of the model can continue it"
+        if reason in _TOO_COMPLEX and "satisfy" not in detail:
+            return f"the grammar cannot be followed any further, simplify it ({reason}: {detail})"
+        return f"the text left the grammar ({detail})"

@@ -1,0 +1,145 @@
+"""A tokenizer's vocabulary as the grammar engine needs it: the bytes of every token, and how a text ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgellm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# Written before a text so that a tokenizer takes it for the middle of one; merges with no other character.
+_ANCHOR = "\n"
+# Tokens of a vocabulary whose bytes are compared with what the tokenizer decodes.
+_NUM_PROBES = 256
+
+
+class VocabularyWrapper:
+    """What `llguidance.LLTokenizer` reads; the attribute names are its own."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id: int | None = None
+
+    def __init__(self, tokenizer: Any, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self._ids: dict[bytes, int] = {}
+        self._longest = 0
+        self.tokens = tokens
+        self.special_token_ids = special_token_ids
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens of a text that the grammar leaves no choice about; their bytes are exactly the text.
+
+        Returns:
+            ids as the tokenizer itself writes the text inside a longer one.  Where it changes such a text, the
+            longest tokens that fit, as far as there are any.
+        """
+        wanted = text.encode()
+        for anchor in ("", _ANCHOR):
+            ids: list[int] = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+            while ids and self._bytes_of(ids) != wanted:
+                ids = ids[1:] if anchor else []
+            if ids:
+                return ids
+        return self._longest_tokens(wanted)
+
+    def _longest_tokens(self, wanted: bytes) -> list[int]:
+        if not self._ids:
+            special = frozenset(self.special_token_ids)
+            named = ((piece, token_id) for token_id, piece in enumerate(self.tokens) if token_id not in special)
+            self._ids.update(named)
+            self._ids.pop(b"", None)
+            self._longest = max(map(len, self._ids), default=0)
+        ids: list[int] = []
+        place = 0
+        while place < len(wanted):
+            ends = range(min(len(wanted), place + self._longest), place, -1)
+            end = next((end for end in ends if wanted[place:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[wanted[place:end]])
+            place = end
+        return ids
+
+    def _bytes_of(self, token_ids: list[int]) -> bytes | None:
+        if max(token_ids) >= len(self.tokens):
+            return None
+        return b"".join(self.tokens[token_id] for token_id in token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GuideVocabulary:
+    """Attributes:
+    size: width of the logits.
+    end_ids: end tokens of the model, ascending, at least one.
+    end_set: the same, for lookups.
+    stripped: (size,) bool, tokens that may not begin a text, since decoding takes their leading spaces off; None
+        where it takes none.
+    wrapper: for `llguidance.LLTokenizer`.
+    """
+
+    size: int
+    end_ids: tuple[int, ...]
+    end_set: frozenset[int]
+    stripped: npt.NDArray[np.bool_] | None
+    wrapper: VocabularyWrapper
+
+
+def read_vocabulary(tokenizer: Any, vocab_size: int) -> GuideVocabulary:
+    """Bytes of every token the model can produce.
+
+    Args:
+        vocab_size: width of the logits; ids that the tokenizer does not know get no bytes, and so are never allowed.
+    Raises:
+        InvalidArgumentError: no end token is among the ids, or the text of a sequence is not the sum of its tokens'
+            bytes.
+    Cost: O(vocab_size), tenths of a second.
+    """
+    end_ids = tuple(token_id for token_id in sorted(tokenizer.eos_token_ids) if 0 <= token_id < vocab_size)
+    if not end_ids:
+        raise InvalidArgumentError(
+            "structured output needs an end token, and this model's tokenizer has none; use another checkpoint"
+        )
+    known = min(vocab_size, tokenizer.vocab_size)
+    special = sorted({token_id for token_id in tokenizer.special_token_ids if token_id < known}.union(end_ids))
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(known)]
+    stripped = None
+    if not tokenizer.is_byte_level:
+        _check_decoding(tokenizer, tokens, frozenset(special))
+        stripped = _stripped_tokens(tokenizer, tokens, vocab_size)
+    tokens += [b""] * (vocab_size - known)
+    wrapper = VocabularyWrapper(tokenizer, tokens, special, end_ids[0])
+    return GuideVocabulary(vocab_size, end_ids, frozenset(end_ids), stripped, wrapper)
+
+
+def _check_decoding(tokenizer: Any, tokens: list[bytes], special: frozenset[int]) -> None:
+    """Refuse a decoder whose text is not its tokens' bytes in a row, behind a letter that nothing is stripped from."""
+    letter = next((token_id for token_id, piece in enumerate(tokens) if piece.isalpha() and piece.isascii()), None)
+    if letter is None:
+        return
+    step = max(1, len(tokens) // _NUM_PROBES)
+    for token_id in range(0, len(tokens), step):
+        piece = tokens[token_id]
+        if token_id in special or not piece or token_id in tokenizer.byte_fallback_ids:
+            continue
+        text = tokenizer.decode([letter, token_id], skip_special_tokens=True)
+        if text.encode() != tokens[letter] + piece:
+            raise InvalidArgumentError(
+                f"structured output is not available with this tokenizer: token {token_id} decodes to {text!r}, not to "
+                f"its bytes {piece!r}; use a checkpoint with a byte-level or byte-fallback tokenizer"
+            )
+
+
+def _stripped_tokens(tokenizer: Any, tokens: list[bytes], vocab_size: int) -> npt.NDArray[np.bool_] | None:
+    """Tokens with leading spaces, where decoding a text takes such spaces off."""
+    spaced = [token_id for token_id, piece in enumerate(tokens) if piece.startswith(b" ")]
+    if not any(tokenizer.decode([token_id]).encode() != tokens[token_id] for token_id in spaced[:_NUM_PROBES]):
+        return None
+    stripped = np.zeros(vocab_size, np.bool_)
+    stripped[spaced] = True
+    return stripped
