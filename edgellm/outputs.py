@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from edgellm.errors import BrokenInvariantError, RequestCancelled
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from edgellm.cache.types import ReuseReport
@@ -138,27 +138,39 @@ class TokenStream:
         self._handle.cancel()
 
     def chunks(self) -> Iterator[StreamChunk]:
-        """Iterate over `StreamChunk`s: token ids, text, log-probabilities."""
-        yield from self._channel
-        self._settle()
+        """Iterate over `StreamChunk`s: token ids, text, log-probabilities.
 
-    async def async_chunks(self) -> AsyncIterator[StreamChunk]:
-        """`chunks()` for an event loop; cancelling the task that iterates cancels the request."""
+        An interrupt while it waits cancels the request, also when a traceback keeps this object alive.  An iterator
+        that is only closed (`break`) leaves the request running: the stream may be read on.
+        """
         try:
-            async for chunk in self._channel:
-                yield chunk
-            await asyncio.to_thread(self._settle)
-        except (asyncio.CancelledError, GeneratorExit):
-            self.cancel()
+            yield from self._channel
+            self._settle()
+        except GeneratorExit:
             raise
+        except BaseException:
+            self._handle.cancel()
+            raise
+
+    def async_chunks(self) -> StreamIterator[StreamChunk]:
+        """`chunks()` for an event loop; cancelling the task that iterates, or leaving the loop, cancels the request."""
+        return StreamIterator(self, lambda chunk: chunk)
+
+    async def async_output(self) -> RequestOutput:
+        """`output` for an event loop; cancelling the awaiting task cancels the request.
+
+        Raises: as `output`.
+        """
+        if self._output is None:
+            self._output = output_from_response(self._prompt_token_ids, await self._handle.get_async())
+            self._finalizer.detach()
+        return self._output
 
     def __iter__(self) -> Iterator[str]:
         return (chunk.text for chunk in self.chunks() if chunk.text)
 
-    async def __aiter__(self) -> AsyncIterator[str]:
-        async for chunk in self.async_chunks():
-            if chunk.text:
-                yield chunk.text
+    def __aiter__(self) -> StreamIterator[str]:
+        return StreamIterator(self, lambda chunk: chunk.text or None)
 
     def __enter__(self) -> TokenStream:
         return self
@@ -184,3 +196,65 @@ class TokenStream:
         except RequestCancelled:
             if not self._cancelled_here:
                 raise
+
+    async def _next_chunk(self) -> StreamChunk | None:
+        try:
+            return await self._channel.__anext__()
+        except StopAsyncIteration:
+            return None
+
+    async def _settle_async(self) -> None:
+        try:
+            await self.async_output()
+        except RequestCancelled:
+            if not self._cancelled_here:
+                raise
+
+
+Item = TypeVar("Item")
+
+
+class StreamIterator(Generic[Item]):
+    """An async iterator over one stream.
+
+    Whoever stops iterating before the end - by `break`, an exception or the cancellation of the task - cancels the
+    request: the iterator is dropped then, and nobody is left to read.
+    """
+
+    __slots__ = ("_ended", "_item_of", "_stream")
+
+    def __init__(self, stream: TokenStream, item_of: Callable[[StreamChunk], Item | None]) -> None:
+        """Args: item_of: what a chunk yields; None passes it over."""
+        self._stream = stream
+        self._item_of = item_of
+        self._ended = False
+
+    def __aiter__(self) -> StreamIterator[Item]:
+        return self
+
+    async def __anext__(self) -> Item:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            while (chunk := await self._stream._next_chunk()) is not None:
+                item = self._item_of(chunk)
+                if item is not None:
+                    return item
+            self._ended = True
+            await self._stream._settle_async()
+        except asyncio.CancelledError:
+            self._stream.cancel()
+            raise
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Stop iterating; cancels the request unless it has ended.  Idempotent."""
+        self._leave()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._stream.cancel()

@@ -144,8 +144,8 @@ def split_prompts(prompts: Any) -> tuple[list[LLMGenerationRequest], bool]:
     return requests, True
 
 
-def require_one_prompt(value: Any) -> None:
-    """Refuse a list of prompts or conversations where one of them is meant.
+def require_one_prompt(value: Any, method: str) -> None:
+    """Refuse a list of prompts or conversations where `method` takes one of them.
 
     Raises:
         InvalidArgumentError: a list whose entries are themselves prompts or conversations.
@@ -161,8 +161,8 @@ def require_one_prompt(value: Any) -> None:
         )
     if several:
         raise InvalidArgumentError(
-            f"stream takes one prompt or conversation, this is a list of {len(value)}; call stream once for each, "
-            "or pass the list to generate or chat"
+            f"{method} takes one prompt or conversation, this is a list of {len(value)}; call {method} once for each"
+            + (", or pass the list to generate or chat" if method in ("stream", "submit") else "")
         )
 
 

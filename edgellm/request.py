@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPolicy, Retention, ReuseReport
 from edgellm.sampling.params import SamplingParams
+from edgellm.session._ledger import CancelToken
 from edgellm.session.types import FinishReason
 
 if TYPE_CHECKING:
@@ -18,23 +19,9 @@ if TYPE_CHECKING:
     from edgellm.sampling.logprobs import TokenLogprobs
     from edgellm.streaming import StreamChannel
 
+__all__ = ["CancelToken", "LLMGenerationRequest", "LLMGenerationResponse", "Message"]
+
 Message = dict[str, Any]
-
-
-class CancelToken:
-    """A request's cancellation bit: set from any thread, polled by the session at every step."""
-
-    __slots__ = ("_cancelled",)
-
-    def __init__(self) -> None:
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        self._cancelled = True
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +41,8 @@ class LLMGenerationRequest:
             template where `messages` are given.
         replay_tail_length: tokens at the end of the prompt that a next turn is not expected to repeat; likewise.
         priority: smaller is more urgent (used by the priority policy only).
+        timeout_seconds: seconds from submit after which the engine ends the request, wherever it is, like a cancel;
+            `get` then raises `RequestTimedOut`.  None waits without limit.
     """
 
     prompt_token_ids: npt.NDArray[np.int32] | Sequence[int] | None = None
@@ -68,6 +57,7 @@ class LLMGenerationRequest:
     replay_tail_length: int = 0
     stream_channel: StreamChannel | None = None
     priority: int = 0
+    timeout_seconds: float | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     disable_spec_decode: bool = False

@@ -76,7 +76,7 @@ def llm(parts: Parts) -> Iterator[LLM]:
 
 def wait_until_idle(model: LLM) -> None:
     """Nothing pending and nobody resident; without further traffic."""
-    engine = model._open_engine("test")
+    engine = model._engine
     deadline = time.monotonic() + 10
     while (engine.pending() or engine.resident()) and time.monotonic() < deadline:
         time.sleep(0.005)

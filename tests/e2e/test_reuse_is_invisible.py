@@ -367,7 +367,7 @@ class Logits:
 
 
 def wait_until_idle(model: LLM) -> None:
-    engine = model._open_engine("test")
+    engine = model._engine
     deadline = time.monotonic() + 10
     while (engine.pending() or engine.resident()) and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -163,7 +163,9 @@ def test_version_and_help() -> None:
     runner = CliRunner()
     assert runner.invoke(cli.app, ["--version"]).output.strip() == f"edgellm {__version__}"
     text = runner.invoke(cli.app, ["--help"]).output
-    assert all(command in text for command in ("generate", "chat", "demo", "doctor", "plugins"))
+    assert all(command in text for command in ("generate", "chat", "demo", "bench", "doctor", "plugins"))
+    serve = runner.invoke(cli.app, ["bench", "serve", "--help"], env={"COLUMNS": "200"}).output
+    assert all(option in serve for option in ("--workload", "--rate", "--clients", "--json", "--plot"))
 
 
 def test_plugins_lists_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> None:

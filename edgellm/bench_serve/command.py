@@ -1,0 +1,180 @@
+"""The command `edgellm bench serve`: options, one run, and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from edgellm.errors import InvalidArgumentError
+from edgellm.fetch import DEFAULT_MODEL
+from edgellm.terminal import fetch_progress, load_progress, waiting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from edgellm.async_engine import AsyncEngine
+    from edgellm.bench_serve.measure import Sample
+    from edgellm.bench_serve.workload import PlannedRequest, RecordedOptions, SyntheticOptions
+
+bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Measure."""
+
+
+@bench_app.command()
+def serve(
+    workload: Annotated[str, typer.Option(help="synthetic, or the path of a recording (JSON lines).")] = "synthetic",
+    requests: Annotated[int, typer.Option(help="Requests; of a recording, at most so many.")] = 32,
+    rate: Annotated[float | None, typer.Option(help="Synthetic: arrivals a second.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="So many clients, each asks when it has its answer; default 4 without --rate.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Synthetic: 128 (always), 64-256 (uniform) or lognormal:200:0.5 (median, sigma).")
+    ] = "64-256",
+    output_tokens: Annotated[str, typer.Option(help="Synthetic: likewise.")] = "32",
+    shared_prefix: Annotated[float, typer.Option(help="Synthetic: part of the prompts that share a beginning.")] = 0.5,
+    shared_prefix_tokens: Annotated[int, typer.Option(help="Synthetic: length of that beginning.")] = 64,
+    shared_prefixes: Annotated[int, typer.Option(help="Synthetic: how many different ones.")] = 1,
+    block_tokens: Annotated[
+        int, typer.Option(help="Recording: tokens that a block of 512 becomes; prompts shrink in proportion.")
+    ] = 512,
+    max_output_tokens: Annotated[int | None, typer.Option(help="Recording: cut answers to this.")] = None,
+    speed: Annotated[float, typer.Option(help="Recording: 2 plays it twice as fast.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    warmup: Annotated[int, typer.Option(help="Requests that run before and are not counted.")] = 2,
+    timeout: Annotated[float | None, typer.Option(help="Most seconds a request.")] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help="Folder, .gguf file or known name.")] = DEFAULT_MODEL,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    kv_budget: Annotated[str | None, typer.Option(help="KV pool, as for edgellm chat.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 32,
+    max_batch_size: Annotated[int, typer.Option(help="Most sequences at once.")] = 8,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of one sequence.")] = None,
+    step_time_budget_ms: Annotated[float | None, typer.Option(help="Aim for the longest step.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it to this .png or .svg file.")] = None,
+) -> None:
+    """Run a workload against an engine in this process and show latencies, throughput and reuse."""
+    from edgellm.bench_serve.report import check_targets
+    from edgellm.bench_serve.workload import Lengths, RecordedOptions, SyntheticOptions
+    from edgellm.cli import err, out, parse_kv_budget
+
+    check_targets(json_path, plot)
+    options: SyntheticOptions | RecordedOptions
+    if workload == "synthetic":
+        if rate is not None and clients is not None:
+            raise InvalidArgumentError("--rate and --clients exclude each other: arrivals come by time or by answers")
+        options = SyntheticOptions(
+            requests=requests,
+            rate=rate,
+            prompt_tokens=Lengths.parse("--prompt-tokens", prompt_tokens),
+            output_tokens=Lengths.parse("--output-tokens", output_tokens),
+            shared_prefix_share=shared_prefix,
+            shared_prefix_tokens=shared_prefix_tokens,
+            shared_prefixes=shared_prefixes,
+            seed=seed,
+        )
+        clients = 4 if rate is None and clients is None else clients
+    else:
+        options = RecordedOptions(
+            path=Path(workload),
+            limit=requests,
+            block_tokens=block_tokens,
+            max_output_tokens=max_output_tokens,
+            speed=speed,
+            seed=seed,
+        )
+    engine_options = {
+        "model": model,
+        "dtype": dtype,
+        "kv_budget": parse_kv_budget(kv_budget),
+        "page_size": page_size,
+        "max_batch_size": max_batch_size,
+        "max_model_len": max_model_len,
+        "step_time_budget_ms": step_time_budget_ms,
+        "max_pending_requests": max(256, requests),
+    }
+    run(options, engine_options, out, err, clients=clients, warmup=warmup, timeout=timeout, files=(json_path, plot))
+
+
+def run(
+    options: SyntheticOptions | RecordedOptions,
+    engine_options: dict[str, Any],
+    out: Console,
+    err: Console,
+    *,
+    clients: int | None,
+    warmup: int,
+    timeout: float | None,
+    files: tuple[Path | None, Path | None],
+) -> None:
+    """Load, play, show, write.
+
+    Args:
+        files: where to write JSON and the picture; None leaves it out.
+    """
+    with waiting(err, "importing torch"):
+        from edgellm.async_engine import AsyncEngine
+        from edgellm.bench_serve import report
+        from edgellm.bench_serve.measure import summarise
+    with fetch_progress(err, DEFAULT_MODEL) as on_fetch, load_progress(err) as on_load:
+        engine = AsyncEngine(**engine_options, on_fetch=on_fetch, on_load=on_load)
+        asyncio.run(engine.start())
+    samples = asyncio.run(_measure(engine, options, err, clients=clients, warmup=warmup, timeout=timeout))
+    summary = summarise(samples)
+    kind = type(options).__name__.removesuffix("Options").lower()
+    title = f"{kind} workload, {Path(engine_options['model']).name}"
+    out.print(report.table_of(summary, title))
+    for line in report.lines_of(summary):
+        out.print(line)
+    for error in sorted({sample.error for sample in samples if sample.error})[:3]:
+        err.print(Text(error, style="yellow"))
+    settings = {
+        "workload": kind,
+        **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
+        "clients": clients,
+        "warmup": warmup,
+        "timeout_seconds": timeout,
+        "engine": engine_options,
+    }
+    json_path, plot_path = files
+    if json_path is not None:
+        report.write_json(json_path, report.as_plain(summary, samples, settings))
+    if plot_path is not None:
+        report.write_plot(plot_path, samples, title)
+
+
+async def _measure(
+    engine: AsyncEngine,
+    options: SyntheticOptions | RecordedOptions,
+    err: Console,
+    *,
+    clients: int | None,
+    warmup: int,
+    timeout: float | None,
+) -> list[Sample]:
+    from edgellm.bench_serve.driver import play, warm_up
+
+    async with engine:
+        workload = plan(options, engine.tokenizer.vocab_size)
+        err.print(Text(engine.memory_budget.describe(), style="dim"))
+        await warm_up(engine, warmup, engine.tokenizer.vocab_size)
+        with waiting(err, f"{len(workload)} requests"):
+            return await play(engine, workload, clients=clients, timeout_seconds=timeout)
+
+
+def plan(options: SyntheticOptions | RecordedOptions, vocab_size: int) -> list[PlannedRequest]:
+    """The requests that the options describe."""
+    from edgellm.bench_serve.workload import SyntheticOptions, recorded, synthetic
+
+    if isinstance(options, SyntheticOptions):
+        return synthetic(options, vocab_size)
+    return recorded(options, vocab_size)
