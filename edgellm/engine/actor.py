@@ -14,13 +14,16 @@ from edgellm.engine.backlog import Backlog
 from edgellm.engine.command_queue import ShutdownMode, SubmitCommand
 from edgellm.engine.config import resolve_step_limits
 from edgellm.engine.coordinator import RequestCoordinator
+from edgellm.engine.deadlines import Deadlines
 from edgellm.engine.records import TerminalStatus
+from edgellm.engine.recovery import Recovery
+from edgellm.engine.step_clock import StepClock
 from edgellm.engine.step_planner import StepPlanner
-from edgellm.errors import ContractViolation
+from edgellm.errors import CallerError, ContractViolation
 from edgellm.log import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from edgellm.engine.command_queue import EngineChannel
     from edgellm.engine.config import EngineConfig
@@ -29,6 +32,12 @@ if TYPE_CHECKING:
     from edgellm.session.types import ScheduledSequenceDescriptor, StepResult
 
 _logger = get_logger(__name__)
+
+_REOPEN_WAIT = 0.05  # seconds before the second attempt; later ones wait longer
+
+
+def _nothing() -> None:
+    """Stands where nobody needs to be told."""
 
 
 class EngineActor:
@@ -47,20 +56,37 @@ class EngineActor:
         open_session: Callable[[], RuntimeSession],
         device_healthy: Callable[[], bool] | None,
         close_runtime: Callable[[], None] | None,
+        on_end: Callable[[], None] = _nothing,
     ) -> None:
+        """
+        Args:
+            on_end: called on the thread once everything has ended.
+        """
         self._channel = channel
         self._config = config
         self._open_session = open_session
-        self._device_healthy = device_healthy
+        self._on_end = on_end
+        self._died_of = ""
         self._close_runtime = close_runtime
         self._session: RuntimeSession | None = None
-        self._backlog = Backlog(config.scheduling.scheduling_policy)
+        options = config.scheduling
+        self._backlog = Backlog(options.scheduling_policy, options.priority_aging_seconds)
+        self._deadlines = Deadlines()
+        self._clock = StepClock(channel.metrics, options.step_time_budget_ms)
         self._coordinator = RequestCoordinator(channel.metrics)
+        self._recovery = Recovery(
+            metrics=channel.metrics,
+            backlog=self._backlog,
+            coordinator=self._coordinator,
+            max_replays=config.max_replays,
+            device_healthy=device_healthy,
+        )
         self._admission = AdmissionPhase(
             channel=channel,
             backlog=self._backlog,
             coordinator=self._coordinator,
-            reserved_slots=config.scheduling.priority_reserved_slots,
+            options=options,
+            may_replay=self._recovery.may_replay,
         )
         self._refused_once = False
         self.started = threading.Event()
@@ -89,11 +115,13 @@ class EngineActor:
             finally:
                 self.started.set()
             self._loop()
-        except BaseException:
+        except BaseException as error:
+            self._died_of = f"the engine's thread ended unexpectedly: {type(error).__name__}: {error}"
             _logger.exception("the engine's thread ended unexpectedly")
             raise
         finally:
             self._final_sweep()
+            self._on_end()
 
     def _loop(self) -> None:
         while True:
@@ -124,10 +152,19 @@ class EngineActor:
                 break
             if isinstance(command, SubmitCommand):
                 self._backlog.add(command.record)
+                self._deadlines.add(command.record)
+        if len(self._deadlines):
+            self._deadlines.expire(time.perf_counter())
         if self._channel.take_cancel_note():
             for record in self._backlog.take_cancelled():
                 self._channel.terminate(record, TerminalStatus.CANCELLED)
             self._coordinator.refresh_cancelled()
+        self._attach_streams()
+
+    def _attach_streams(self) -> None:
+        """Serve the streams that were asked for since their requests were seated."""
+        if self._session is not None and self._channel.take_stream_note():
+            self._coordinator.attach_streams(self._session)
 
     def _admit(self) -> bool:
         """Seat what may run; False when the session was lost."""
@@ -137,7 +174,7 @@ class EngineActor:
         try:
             self._admission.run(session, self._limits)
         except Exception as error:
-            self._lost(error, "admission")
+            self._lost(error, "admission", replay=True)
             return False
         return True
 
@@ -145,22 +182,32 @@ class EngineActor:
         session = self._session
         if session is None or not len(self._coordinator):
             return
-        plan: list[ScheduledSequenceDescriptor] = []
+        plan: Sequence[ScheduledSequenceDescriptor] = ()
+        committing = False
         try:
             self._coordinator.refresh_next_blocks(session)
-            plan = self._planner.plan(self._coordinator.lengths)
-            result = session.execute(plan)
+            plan = self._plan()
+            result = self._clock.execute(session, plan)
+            committing = True
             outcomes = self._coordinator.commit(result, plan, session)
         except Exception as error:
             if isinstance(error, ContractViolation):
                 _logger.error("plan %s over lengths %s", plan, [_describe(seat) for seat in self._coordinator.lengths])
-            self._lost(error, "a step")
+            self._lost(error, "a step", replay=not committing)
             return
+        self._clock.note_tokens(result, self._coordinator.lengths)
         self._channel.metrics.paused_resident_steps += self._planner.num_paused
         for outcome in outcomes:
             self._publish(outcome)
         if not result.ok:
             self._recover(session, result)
+
+    def _plan(self) -> Sequence[ScheduledSequenceDescriptor]:
+        lengths = self._coordinator.lengths
+        prompt_tokens = self._clock.prompt_tokens(lengths, self._limits)
+        if prompt_tokens is None:
+            return self._planner.plan(lengths)
+        return self._planner.plan(lengths, prompt_tokens=prompt_tokens)
 
     def _publish(self, outcome: Outcome) -> None:
         record, response = outcome.record, outcome.response
@@ -191,17 +238,26 @@ class EngineActor:
         self._planner = StepPlanner(limits, self._config.scheduling)
 
     def _reopen(self) -> bool:
-        """Replace a lost session; False when the engine is degraded instead."""
-        try:
-            if self._device_healthy is not None and not self._device_healthy():
-                raise RuntimeError("the device does not answer")
-            self._open()
-        except Exception as error:
-            _logger.exception("the session could not be reopened")
-            self._degrade(f"the device is unhealthy and no session can be opened ({error})")
-            return False
-        self._channel.metrics.session_reopens += 1
-        return True
+        """Replace a lost session; False when the engine is degraded instead, or shutting down.
+
+        A failed attempt may be a passing one (a wait for the device that did not end, say), so there are several.
+        """
+        for attempt in range(1, self._config.max_reopen_attempts + 1):
+            try:
+                if not self._recovery.device_answers():
+                    raise ContractViolation("the device does not answer")
+                self._open()
+                self._channel.metrics.session_reopens += 1
+                return True
+            except Exception as error:
+                _logger.exception("the session could not be reopened, attempt %d", attempt)
+                if isinstance(error, CallerError) or attempt == self._config.max_reopen_attempts:
+                    self._degrade(f"the device is unhealthy and no session can be opened ({error})")
+                    return False
+            time.sleep(_REOPEN_WAIT * attempt)
+            if self._channel.shutdown_mode is ShutdownMode.CANCEL:
+                return False
+        return False
 
     def _degrade(self, because: str) -> None:
         """Refuse submits from now on and fail what waits; only shutting down is left."""
@@ -210,42 +266,36 @@ class EngineActor:
         for record in self._backlog.take_all():
             self._channel.terminate(record, TerminalStatus.EXECUTION_ERROR, because)
 
-    def _lost(self, error: Exception, during: str) -> None:
-        """The session's state is unknown: everybody on it failed."""
+    def _lost(self, error: Exception, during: str, *, replay: bool) -> None:
+        """The session's state is unknown: nobody on it can go on."""
         _logger.error("the session is lost during %s", during, exc_info=error)
-        self._fail_residents(f"{type(error).__name__}: {error}")
+        self._end_session(
+            f"{type(error).__name__}: {error}", replay=replay and not isinstance(error, ContractViolation)
+        )
 
     def _recover(self, session: RuntimeSession, result: StepResult) -> None:
         failure = result.failure or "the step failed on the device"
         _logger.error("a step failed: %s", failure)
         if result.compact_refused:
             self._refused_once = True
-            self._rescue_prompts(session, failure)
+            self._recovery.readmit_prompts(session)
+        self._end_session(failure, replay=True)
+
+    def _end_session(self, failure: str, *, replay: bool) -> None:
+        """Move what can begin again to the backlog, fail the rest, close."""
+        if replay and self._session is not None:
+            self._recovery.replay_unseen(self._session)
         self._fail_residents(failure)
 
-    def _rescue_prompts(self, session: RuntimeSession, failure: str) -> None:
-        """Move residents that produced nothing yet back to the backlog, under their old arrival."""
-        for seat in self._coordinator.seats():
-            record = seat.record
-            if not seat.lengths.prompt_remaining or record.cancelled:
-                continue
-            if record.readmitted:
-                _logger.error("request %d would be readmitted twice; it fails instead", record.id)
-                continue
-            try:
-                session.release_for_readmission(seat.lengths.ref)
-            except Exception:
-                _logger.exception("request %d could not be released for readmission", record.id)
-                continue
-            record.readmitted = True
-            self._coordinator.detach(seat)
-            self._backlog.add(record)
-            self._channel.metrics.readmitted += 1
-
     def _fail_residents(self, message: str) -> None:
-        for outcome in self._coordinator.fail_everything(message):
-            self._publish(outcome)
+        """Outcomes first; then the session closes, which ends the streams with what it still holds of their text."""
+        self._attach_streams()
+        outcomes = self._coordinator.fail_everything(message)
+        for outcome in outcomes:
+            self._channel.terminate(outcome.record, outcome.status, outcome.message, end_stream=False)
         self._close_session()
+        for outcome in outcomes:
+            outcome.record.end_stream()
 
     # ---- ending ---------------------------------------------------------------------------------------
 
@@ -260,15 +310,28 @@ class EngineActor:
 
     def _final_sweep(self) -> None:
         """End everything that is left: after this no handle waits and no stream is open."""
-        self._channel.close_admission("the engine has ended")
-        for outcome in self._coordinator.fail_everything("the engine has ended"):
-            self._channel.terminate(outcome.record, TerminalStatus.CANCELLED)
+        status = TerminalStatus.EXECUTION_ERROR if self._died_of else TerminalStatus.CANCELLED
+        message = self._died_of or "the engine has ended"
+        self._channel.close_admission(message)
+        self._attach_streams()
+        ended = self._coordinator.fail_everything(message)
+        for outcome in ended:
+            died = self._died_of and outcome.status is TerminalStatus.EXECUTION_ERROR
+            final = TerminalStatus.EXECUTION_ERROR if died else TerminalStatus.CANCELLED
+            self._channel.terminate(outcome.record, final, message if died else "", end_stream=False)
+            if not died:
+                outcome.record.cancel_token.cancel()  # the session, closing, is to end its stream with that reason
         while (command := self._channel.queue.pop()) is not None:
             if isinstance(command, SubmitCommand):
                 self._backlog.add(command.record)
         for record in self._backlog.take_all():
-            self._channel.terminate(record, TerminalStatus.CANCELLED)
+            if record.cancelled:
+                self._channel.terminate(record, TerminalStatus.CANCELLED)
+            else:
+                self._channel.terminate(record, status, message if self._died_of else "")
         self._close_session()
+        for outcome in ended:
+            outcome.record.end_stream()
         if self._close_runtime is not None:
             try:
                 self._close_runtime()

@@ -17,19 +17,13 @@ from edgellm.engine.metrics import EngineMetrics
 from edgellm.engine.records import RequestRecord, TerminalStatus
 from edgellm.errors import InvalidArgumentError, SubmitError
 from edgellm.log import get_logger
-from edgellm.session.types import FinishReason, RequestId
+from edgellm.session.types import RequestId
 
 if TYPE_CHECKING:
     from edgellm.engine.config import EngineConfig
     from edgellm.request import LLMGenerationResponse
 
 _logger = get_logger(__name__)
-
-_FINISH_REASON = {
-    TerminalStatus.COMPLETED: FinishReason.LENGTH,
-    TerminalStatus.CANCELLED: FinishReason.CANCELLED,
-    TerminalStatus.EXECUTION_ERROR: FinishReason.ERROR,
-}
 
 
 class ShutdownMode(Enum):
@@ -106,6 +100,7 @@ class EngineChannel:
         self._pending = 0
         self._next_id = 1
         self._cancel_noted = False
+        self._stream_noted = False
         self._records: weakref.WeakValueDictionary[RequestId, RequestRecord] = weakref.WeakValueDictionary()
 
     # ---- submit (any thread) --------------------------------------------------------------------------
@@ -163,6 +158,10 @@ class EngineChannel:
         """Tell the actor that some record was cancelled."""
         self._cancel_noted = True
 
+    def note_stream(self) -> None:
+        """Tell the actor that somebody asked for the stream of a request that had none."""
+        self._stream_noted = True
+
     # ---- gate and shutdown ----------------------------------------------------------------------------
 
     def close_admission(self, because: str) -> None:
@@ -170,9 +169,9 @@ class EngineChannel:
         with self._gate:
             self._closed_because = self._closed_because or because
 
-    def begin_shutdown(self, mode: ShutdownMode) -> None:
-        """Close admission and tell the actor to stop; the first mode wins."""
-        self.close_admission("the engine is shutting down")
+    def begin_shutdown(self, mode: ShutdownMode, because: str = "the engine is shutting down") -> None:
+        """Close admission and tell the actor to stop; the first mode, and the first reason, win."""
+        self.close_admission(because)
         with self._gate:
             if self._shutdown_mode is None:
                 self._shutdown_mode = mode
@@ -214,6 +213,13 @@ class EngineChannel:
             self._cancel_noted = False
         return noted
 
+    def take_stream_note(self) -> bool:
+        """Whether a stream was asked for since the last call."""
+        noted = self._stream_noted
+        if noted:
+            self._stream_noted = False
+        return noted
+
     def forget(self, request_id: RequestId) -> None:
         self._records.pop(request_id, None)
 
@@ -223,20 +229,30 @@ class EngineChannel:
         status: TerminalStatus,
         message: str = "",
         response: LLMGenerationResponse | None = None,
+        *,
+        end_stream: bool = True,
     ) -> None:
-        """The one exit of an accepted request: outcome first, then the end of its stream.  Actor only."""
+        """The one exit of an accepted request: outcome first, then the end of its stream.  Actor only.
+
+        Args:
+            response: the answer; of a request that did not complete, what it had generated, or None.
+            end_stream: False leaves the stream to a session that is about to close and still holds text for it;
+                `record.end_stream()` must follow.
+        """
         if record.outcome_published:
             _logger.error("request %d already ended as %s; a second outcome is dropped", record.id, record.status)
             return
+        status = record.seal(status)
         with self._gate:
             self._pending -= 1
             if status is TerminalStatus.COMPLETED:
                 self.metrics.completed += 1
             elif status is TerminalStatus.CANCELLED:
                 self.metrics.cancelled += 1
+                self.metrics.timed_out += record.timed_out
             else:
                 self.metrics.failed += 1
         self.forget(record.id)
         record.publish(status, message, response)
-        reason = response.finish_reason if response is not None else _FINISH_REASON[status]
-        record.channel.finish(reason)
+        if end_stream:
+            record.end_stream()

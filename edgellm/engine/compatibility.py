@@ -9,9 +9,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgellm.session.sampling_agreement import SEED_FIELDS, UNIFORM_SAMPLING_FIELDS, sampling_difference
+
 if TYPE_CHECKING:
     from edgellm.request import LLMGenerationRequest
-    from edgellm.sampling.params import SamplingParams
+
+__all__ = [
+    "COMPARED_REQUEST_FIELDS",
+    "EXCLUSIVE_REQUEST_FIELDS",
+    "EXEMPT_REQUEST_FIELDS",
+    "EXEMPT_SAMPLING_FIELDS",
+    "NESTED_REQUEST_FIELDS",
+    "SEED_FIELDS",
+    "UNIFORM_SAMPLING_FIELDS",
+    "compatible",
+    "first_difference",
+]
 
 COMPARED_REQUEST_FIELDS = (
     "adapter_name",
@@ -38,6 +51,7 @@ EXEMPT_REQUEST_FIELDS = (
     "replay_tail_length",
     "stream_channel",
     "priority",
+    "timeout_seconds",
     "add_generation_prompt",
     "chat_template_kwargs",
 )
@@ -45,20 +59,6 @@ EXEMPT_REQUEST_FIELDS = (
 
 NESTED_REQUEST_FIELDS = ("sampling",)
 """Classified below, field by field."""
-
-UNIFORM_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-"""Must be equal only when a decoder takes one set of sampling settings per batch."""
-
-SEED_FIELDS = ("seed",)
-"""Then it must also agree whether a seed is set; its value is per sequence."""
 
 EXEMPT_SAMPLING_FIELDS = (
     "max_tokens",
@@ -70,6 +70,7 @@ EXEMPT_SAMPLING_FIELDS = (
     "logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "structured",
 )
 """Per sequence in every decoder."""
 
@@ -92,15 +93,4 @@ def first_difference(resident: LLMGenerationRequest, candidate: LLMGenerationReq
         ours, theirs = getattr(resident, name), getattr(candidate, name)
         if ours != theirs:
             return f"{name}: {ours!r} differs from {theirs!r}"
-    return _sampling_difference(resident.sampling, candidate.sampling) if uniform_sampling else ""
-
-
-def _sampling_difference(resident: SamplingParams, candidate: SamplingParams) -> str:
-    for name in UNIFORM_SAMPLING_FIELDS:
-        ours, theirs = getattr(resident, name), getattr(candidate, name)
-        if ours != theirs:
-            return f"sampling.{name}: {ours!r} differs from {theirs!r}, and the decoder takes one per batch"
-    for name in SEED_FIELDS:
-        if (getattr(resident, name) is None) != (getattr(candidate, name) is None):
-            return f"sampling.{name}: set in one and not in the other, and the decoder samples in one way per batch"
-    return ""
+    return sampling_difference(resident.sampling, candidate.sampling) if uniform_sampling else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -47,6 +48,16 @@ class SchedulingOptions:
         preemption: pause lets less urgent residents miss steps while an urgent prompt is unfinished.
         priority_reserved_slots: seats that only requests with priority < 0 may take.
         max_pause_steps: most steps in a row that a resident is paused; 0 is unlimited.
+        step_time_budget_ms: how long a step may take, in milliseconds, as far as prompt work decides it; None does
+            not bound it.  The cost of a step is learned from the steps that ran (`StepCostModel`), and a prompt
+            always gets a page, so a budget below a page's time is exceeded.  It bounds the longest gap between two
+            tokens, and with it how long an arrival, a cancel or a deadline waits for the step before it.
+        max_overtakes: how often one waiting request may be passed by later ones while it cannot be seated, or
+            while later ones share a prefix with a resident; 0 seats strictly in order.
+        prefix_aware: seat requests that share a prefix with a resident next to it, within `max_overtakes`.
+        priority_aging_seconds: waiting so long improves a request's place in the backlog by one priority; None
+            orders by priority alone, so that a steady urgent load starves the rest.  Pausing and reserved seats
+            keep to the request's own priority.
     """
 
     ifb_scheduling_mode: SchedulingMode = SchedulingMode.AUTO
@@ -57,14 +68,32 @@ class SchedulingOptions:
     preemption: Preemption = Preemption.NONE
     priority_reserved_slots: int = 0
     max_pause_steps: int = 0
+    step_time_budget_ms: float | None = None
+    max_overtakes: int = 8
+    prefix_aware: bool = True
+    priority_aging_seconds: float | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
         set_field(self, "ifb_scheduling_mode", _choice("ifb_scheduling_mode", self.ifb_scheduling_mode, SchedulingMode))
         set_field(self, "scheduling_policy", _choice("scheduling_policy", self.scheduling_policy, SchedulingPolicy))
         set_field(self, "preemption", _choice("preemption", self.preemption, Preemption))
-        for name in _TOKEN_OPTIONS:
+        for name in _COUNT_OPTIONS:
             _check_int(name, getattr(self, name), low=0)
+        for name in ("step_time_budget_ms", "priority_aging_seconds"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        if not isinstance(self.prefix_aware, bool):
+            raise InvalidArgumentError(f"prefix_aware is {self.prefix_aware!r}; it must be True or False")
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        """Refuse options that would have no effect under the others."""
+        if self.priority_aging_seconds is not None and self.scheduling_policy is not SchedulingPolicy.PRIORITY:
+            raise InvalidArgumentError(
+                f"priority_aging_seconds is {self.priority_aging_seconds} with scheduling_policy "
+                f"{self.scheduling_policy.value} and would have no effect; set scheduling_policy to priority"
+            )
         if self.preemption is Preemption.PAUSE and self.scheduling_policy is not SchedulingPolicy.PRIORITY:
             raise InvalidArgumentError(
                 f"preemption is pause with scheduling_policy {self.scheduling_policy.value}; pausing compares "
@@ -77,12 +106,13 @@ class SchedulingOptions:
             )
 
 
-_TOKEN_OPTIONS = (
+_COUNT_OPTIONS = (
     "max_num_tokens",
     "max_chunk_tokens",
     "max_prompt_step_tokens",
     "priority_reserved_slots",
     "max_pause_steps",
+    "max_overtakes",
 )
 
 
@@ -99,6 +129,10 @@ class EngineConfig:
         step_token_budget: tokens of prompt work beside decode rows from which the default of
             `scheduling.max_num_tokens` follows: 256 suits a CPU, 2048 a large GPU.
         max_admissions_per_boundary: None is one in a single-cohort session and unlimited in a compact one.
+        max_replays: how often one request may begin again in a new session after the session under it was lost,
+            as long as nothing of it was shown to anybody; 0 lets it fail.
+        max_reopen_attempts: how often in a row opening a session may fail before the engine gives up; later
+            attempts wait a little.
         scheduling: see `SchedulingOptions`.
     """
 
@@ -108,6 +142,8 @@ class EngineConfig:
     idle_wait: float = 0.05
     step_token_budget: int = 256
     max_admissions_per_boundary: int | None = None
+    max_replays: int = 1
+    max_reopen_attempts: int = 3
     scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
 
     def __post_init__(self) -> None:
@@ -118,8 +154,9 @@ class EngineConfig:
             _check_int("max_batch_size", self.max_batch_size, low=1)
         if self.max_admissions_per_boundary is not None:
             _check_int("max_admissions_per_boundary", self.max_admissions_per_boundary, low=1)
-        if not self.idle_wait > 0:
-            raise InvalidArgumentError(f"idle_wait is {self.idle_wait!r} s; it must be above 0")
+        _check_int("max_replays", self.max_replays, low=0)
+        _check_int("max_reopen_attempts", self.max_reopen_attempts, low=1)
+        check_positive("idle_wait", self.idle_wait)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +200,7 @@ def resolve_step_limits(
     seats = _resolve_batch_size(config, capabilities)
     mixed = _resolve_mode(config.scheduling, capabilities, after_refusal=after_refusal)
     _check_reserved(config.scheduling, seats)
+    _check_budget(config.scheduling, capabilities, after_refusal=after_refusal)
     max_input = capabilities.max_input_length or UNLIMITED_TOKENS
     max_step = min(max(1, capabilities.max_batch_size) * max_input, UNLIMITED_TOKENS)
     page = capabilities.kv_page_size
@@ -218,6 +256,14 @@ def _check_reserved(options: SchedulingOptions, seats: int) -> None:
         )
 
 
+def _check_budget(options: SchedulingOptions, capabilities: SessionCapabilities, *, after_refusal: bool) -> None:
+    if options.step_time_budget_ms is not None and not capabilities.compact and not after_refusal:
+        raise InvalidArgumentError(
+            f"step_time_budget_ms is {options.step_time_budget_ms}, but the session runs prompts whole "
+            f"({capabilities.reason}), so a step cannot be kept short; leave it at None"
+        )
+
+
 def _resolve_max_num_tokens(config: EngineConfig, seats: int, page: int, max_step: int) -> int:
     wanted, lowest = config.scheduling.max_num_tokens, seats + page
     if wanted:
@@ -257,6 +303,13 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _round_down(value: int, multiple: int) -> int:
     return value // multiple * multiple
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse what is no finite number above 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be a finite number above 0")
 
 
 def _check_int(name: str, value: object, *, low: int) -> None:

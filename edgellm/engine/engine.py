@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import os
 import threading
 import warnings
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgellm.engine.actor import EngineActor
 from edgellm.engine.command_queue import EngineChannel, ShutdownMode
-from edgellm.engine.config import EngineConfig
+from edgellm.engine.config import EngineConfig, check_positive
 from edgellm.engine.metrics import EngineMetrics
+from edgellm.engine.prefix import prefix_key
 from edgellm.engine.records import RequestHandle, RequestRecord
 from edgellm.errors import (
     CallerError,
@@ -25,7 +25,6 @@ from edgellm.errors import (
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.request_check import check_supported
 from edgellm.session.types import SessionOptions
-from edgellm.streaming import StreamChannel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
     from edgellm.session.base import RuntimeSession
     from edgellm.session.types import RequestId
+    from edgellm.streaming import StreamChannel
 
 __all__ = ["EngineConfig", "EngineMetrics", "RequestEngine", "RequestHandle", "ShutdownMode"]
 
@@ -78,17 +78,19 @@ class RequestEngine:
         self._metrics = EngineMetrics()
         self._channel = EngineChannel(config, self._metrics)
         open_session, close_runtime = _adapt(source)
+        self._exit_hook = _ExitHook(self._channel)
         self._actor = EngineActor(
             channel=self._channel,
             config=config,
             open_session=open_session,
             device_healthy=device_healthy,
             close_runtime=close_runtime,
+            on_end=self._exit_hook.forget,
         )
         self._thread = threading.Thread(target=self._actor.run, name="edgellm-engine", daemon=True)
-        self._thread.start()
-        self._exit_hook = functools.partial(_stop_at_exit, self._channel, self._thread)
+        self._exit_hook.thread = self._thread
         atexit.register(self._exit_hook)
+        self._thread.start()
         self._finalizer = weakref.finalize(self, _abandon, self._channel)
         self._finalizer.atexit = False
         self._actor.started.wait()
@@ -116,17 +118,19 @@ class RequestEngine:
             )
         check_supported(request)
         _check_scheduling(request)
-        _check_channel(request.stream_channel)
-        request_id = self._channel.reserve()
-        with self._give_back_on_failure():
-            channel = request.stream_channel or StreamChannel.create()
-            record = RequestRecord(
-                request_id=request_id,
-                request=dataclasses.replace(request, stream_channel=channel),
-                channel=channel,
-                note_cancel=self._channel.note_cancel,
-            )
-            self._channel.post(record)
+        channel = request.stream_channel
+        with _claimed(channel):
+            request_id = self._channel.reserve()
+            with self._give_back_on_failure():
+                record = RequestRecord(
+                    request_id=request_id,
+                    request=dataclasses.replace(request),
+                    channel=channel,
+                    note_cancel=self._channel.note_cancel,
+                    note_stream=self._channel.note_stream,
+                )
+                record.prefix_key = prefix_key(request)
+                self._channel.post(record)
         return RequestHandle(record)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -164,7 +168,6 @@ class RequestEngine:
     def _forget_thread(self) -> None:
         self._thread.join()
         self._finalizer.detach()
-        atexit.unregister(self._exit_hook)
 
     def __enter__(self) -> RequestEngine:
         return self
@@ -172,7 +175,11 @@ class RequestEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown(ShutdownMode.DRAIN if error is None else ShutdownMode.CANCEL)
+        if error is None:
+            self.shutdown(ShutdownMode.DRAIN)
+            return
+        self._channel.close_admission(f"the engine is shutting down, left by {type(error).__name__}")
+        self.shutdown(ShutdownMode.CANCEL)
 
     # ---- observation ----------------------------------------------------------------------------------
 
@@ -220,19 +227,46 @@ def _check_scheduling(request: LLMGenerationRequest) -> None:
     """What the engine itself reads of a request; the rest is checked by the session's admission."""
     if isinstance(request.priority, bool) or not isinstance(request.priority, int):
         raise InvalidArgumentError(f"priority is {request.priority!r}; it must be an integer, smaller is more urgent")
+    if request.timeout_seconds is not None:
+        check_positive("timeout_seconds", request.timeout_seconds)
     if not isinstance(request.sampling, SamplingParams):
         raise InvalidArgumentError(f"sampling is {request.sampling!r}; pass a SamplingParams")
 
 
-def _check_channel(channel: StreamChannel | None) -> None:
-    if channel is not None and (channel.is_attached() or channel.is_finished()):
-        raise InvalidArgumentError("stream_channel served another request already; give each request its own channel")
+@contextlib.contextmanager
+def _claimed(channel: StreamChannel | None) -> Iterator[None]:
+    """Take the channel that a caller brought; it stays free for another try when the submit fails."""
+    if channel is None:
+        yield
+        return
+    channel.claim()
+    try:
+        yield
+    except BaseException:
+        channel.unclaim()
+        raise
 
 
-def _stop_at_exit(channel: EngineChannel, thread: threading.Thread) -> None:
-    """The interpreter exits: end the actor before the modules it runs on are torn down."""
-    channel.begin_shutdown(ShutdownMode.CANCEL)
-    thread.join()
+class _ExitHook:
+    """Called when the interpreter exits: ends the actor before the modules it runs on are torn down.
+
+    Registered as long as the thread lives, also where the engine was collected; the thread takes it back.
+    """
+
+    def __init__(self, channel: EngineChannel) -> None:
+        self._channel = channel
+        self._exiting = False
+        self.thread: threading.Thread | None = None
+
+    def __call__(self) -> None:
+        self._exiting = True
+        self._channel.begin_shutdown(ShutdownMode.CANCEL, "the interpreter is exiting")
+        if self.thread is not None:
+            self.thread.join()
+
+    def forget(self) -> None:
+        if not self._exiting:  # the list of hooks is being walked then
+            atexit.unregister(self)
 
 
 def _abandon(channel: EngineChannel) -> None:

@@ -14,16 +14,19 @@ from edgellm.errors import (
     ContractViolation,
     RequestCancelled,
     RequestFailed,
+    RequestTimedOut,
 )
 from edgellm.log import get_logger
 from edgellm.request import CancelToken
+from edgellm.session.types import FinishReason
+from edgellm.streaming import DEFAULT_MAX_PENDING_CHUNKS, StreamChannel, StreamChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from edgellm.engine.prefix import PrefixKey
     from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
     from edgellm.session.types import RequestId
-    from edgellm.streaming import StreamChannel
 
 _logger = get_logger(__name__)
 
@@ -36,6 +39,17 @@ class TerminalStatus(Enum):
     EXECUTION_ERROR = "execution_error"
 
 
+_FINISH_REASON = {
+    TerminalStatus.COMPLETED: FinishReason.LENGTH,
+    TerminalStatus.CANCELLED: FinishReason.CANCELLED,
+    TerminalStatus.EXECUTION_ERROR: FinishReason.ERROR,
+}
+
+
+def _nothing() -> None:
+    """Stands where nobody needs to be told."""
+
+
 class RequestRecord:
     """One accepted request from submit to outcome.
 
@@ -45,8 +59,17 @@ class RequestRecord:
     Attributes:
         arrival: sequence number that orders equal priorities; kept across readmission.
         request: dropped with the outcome, so that a kept handle does not keep the prompt.
+        channel: the stream that the caller brought, or that `open_stream` made; None while nobody streams.
+        partial: what a request had generated that was cancelled or failed, as far as it is known.
         submitted_at, seated_at, first_token_at: seconds of `time.perf_counter()`; 0.0 before the event.
         readmitted: it was moved to a new session after a refused step; happens at most once.
+        deadline: when it ends unless it has an outcome, on the same clock; None never.
+        timed_out: its deadline was what cancelled it.
+        prefix_key: what it has in common with requests that share a prefix with it; see `prefix_key()`.
+        overtaken: how often a later request got a seat before it.
+        refused_at: state of the capacity at which it last found none; see `AdmissionPhase`.
+        replays: how often it began again after its session was lost.
+        suspect: the session was lost while it was admitted; it is tried again alone.
     """
 
     __slots__ = (
@@ -54,20 +77,30 @@ class RequestRecord:
         "_condition",
         "_done_callbacks",
         "_note_cancel",
+        "_note_stream",
+        "_sealed",
         "arrival",
         "cancel_token",
         "channel",
+        "deadline",
         "error_message",
         "first_token_at",
         "id",
         "outcome_published",
+        "overtaken",
+        "partial",
+        "prefix_key",
         "priority",
         "readmitted",
+        "refused_at",
+        "replays",
         "request",
         "response",
         "seated_at",
         "status",
         "submitted_at",
+        "suspect",
+        "timed_out",
     )
 
     def __init__(
@@ -75,9 +108,14 @@ class RequestRecord:
         *,
         request_id: RequestId,
         request: LLMGenerationRequest,
-        channel: StreamChannel,
+        channel: StreamChannel | None = None,
         note_cancel: Callable[[], None],
+        note_stream: Callable[[], None] = _nothing,
     ) -> None:
+        """
+        Args:
+            note_cancel, note_stream: tell the actor that this record was cancelled, or wants a stream.
+        """
         self.id = request_id
         self.arrival = int(request_id)
         self.request: LLMGenerationRequest | None = request
@@ -88,14 +126,27 @@ class RequestRecord:
         self.seated_at = 0.0
         self.first_token_at = 0.0
         self.readmitted = False
+        timeout = request.timeout_seconds
+        self.deadline = None if timeout is None else self.submitted_at + timeout
+        self.timed_out = False
+        self.prefix_key: PrefixKey | None = None
+        self.overtaken = 0
+        self.refused_at: tuple[int, int] | None = None
+        self.replays = 0
+        self.suspect = False
         self.response: LLMGenerationResponse | None = None
+        self.partial: LLMGenerationResponse | None = None
         self.status: TerminalStatus | None = None
         self.error_message = ""
         self.outcome_published = False
-        self._condition = threading.Condition(threading.Lock())
+        # Re-entrant: the collector may cancel a dropped stream from inside a call of this record.
+        self._condition = threading.Condition(threading.RLock())
         self._done_callbacks: list[Callable[[], None]] = []
         self._note_cancel = note_cancel
-        channel.add_cancel_listener(self._plant_cancel)
+        self._note_stream = note_stream
+        self._sealed = False
+        if channel is not None:
+            channel.add_cancel_listener(self._plant_cancel)
 
     @property
     def cancelled(self) -> bool:
@@ -104,14 +155,36 @@ class RequestRecord:
 
     def cancel(self) -> None:
         """Ask for the end of the request; any thread, never blocks, idempotent, no effect on an outcome."""
-        if self.outcome_published:
+        if self._sealed:
             return
         self._plant_cancel()
-        self.channel.cancel()
+        if self.channel is not None:
+            self.channel.cancel()
+
+    def expire(self) -> None:
+        """`cancel()` because the deadline passed; a cancel that came before keeps its name."""
+        with self._condition:
+            if self._sealed or self.cancelled:
+                return
+            self.timed_out = True
+        self.cancel()
+
+    def seal(self, status: TerminalStatus) -> TerminalStatus:
+        """Decide how the request ends: a cancel that came before wins over a natural end, a later one has no effect.
+
+        Without this a waiter that a cancel released could see the request complete afterwards.
+        """
+        with self._condition:
+            self._sealed = True
+            if self.cancelled and status is TerminalStatus.COMPLETED:
+                return TerminalStatus.CANCELLED
+            return status
 
     def publish(self, status: TerminalStatus, message: str, response: LLMGenerationResponse | None) -> None:
         """Write the outcome and wake everybody who waits for it.  Called exactly once, by the engine.
 
+        Args:
+            response: the answer; of a request that did not complete, what it had generated, or None.
         Raises:
             ContractViolation: the outcome was published before.
         """
@@ -120,8 +193,12 @@ class RequestRecord:
                 raise ContractViolation(f"request {self.id} already ended as {self.status}; an outcome is final")
             self.status = status
             self.error_message = message
-            self.response = response
+            if status is TerminalStatus.COMPLETED:
+                self.response = response
+            else:
+                self.partial = response
             self.request = None
+            self._sealed = True
             self.outcome_published = True
             callbacks, self._done_callbacks = self._done_callbacks, []
             self._condition.notify_all()
@@ -131,6 +208,58 @@ class RequestRecord:
             except FOREIGN_ERRORS:
                 # A caller's mistake must not reach the engine's thread.
                 _logger.exception("request %d: a done callback raised", self.id)
+
+    # ---- stream ---------------------------------------------------------------------------------------
+
+    def open_stream(
+        self, *, stream_interval: int = 1, max_pending_chunks: int = DEFAULT_MAX_PENDING_CHUNKS
+    ) -> StreamChannel:
+        """The request's stream, made by the first call; any thread, at any time.  See `RequestHandle.stream`."""
+        with self._condition:
+            if self.channel is not None:
+                return self.channel
+            channel = StreamChannel.create(stream_interval=stream_interval, max_pending_chunks=max_pending_chunks)
+            channel.claim()
+            self.channel = channel
+            ended = self.outcome_published
+        channel.add_cancel_listener(self._plant_cancel)
+        if ended:
+            self.end_stream()
+            return channel
+        if self.cancelled:
+            channel.cancel()
+        self._note_stream()
+        return channel
+
+    def settle_stream(self) -> None:
+        """Let the session's admission see the stream that was asked for so far.  Actor only.
+
+        One asked for later finds the request seated, and is attached there.
+        """
+        with self._condition:
+            if self.request is not None:
+                self.request.stream_channel = self.channel
+
+    def end_stream(self) -> None:
+        """End the stream, if there is one, after the outcome; fill it if no session ever served it.
+
+        Called once by whoever came second, the outcome or `open_stream`.
+        """
+        channel, status = self.channel, self.status
+        if channel is None or channel.is_finished() or status is None:
+            return
+        source = self.response if self.response is not None else self.partial
+        reason = _FINISH_REASON[status]
+        if status is TerminalStatus.COMPLETED and source is not None:
+            reason = source.finish_reason
+        if source is None or channel.is_attached():
+            channel.finish(reason)
+            return
+        channel.attach()
+        logprobs = None if source.logprobs is None else list(source.logprobs)
+        channel.push(StreamChunk(list(source.token_ids), source.text, True, reason, logprobs))
+
+    # ---- waiting --------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for the outcome, or for a cancel that makes waiting for it pointless.
@@ -150,12 +279,16 @@ class RequestRecord:
         callback()
 
     def _released(self) -> bool:
-        return self.outcome_published or (self.cancelled and not self.channel.is_finished())
+        if self.outcome_published:
+            return True
+        # A stream that ended by itself says that the outcome is about to be published.
+        return self.cancelled and not (self.channel is not None and self.channel.is_finished())
 
     def _plant_cancel(self) -> None:
-        if self.cancel_token.cancelled:
-            return
-        self.cancel_token.cancel()
+        with self._condition:
+            if self._sealed or self.cancel_token.cancelled:
+                return
+            self.cancel_token.cancel()
         self._note_cancel()
         with self._condition:
             self._condition.notify_all()
@@ -164,7 +297,8 @@ class RequestRecord:
 class RequestHandle:
     """The caller's side of one request.  It does not keep the engine alive, and works after its end.
 
-    A handle has one owner: its stream has a single consumer, so copying is refused.
+    A handle has one owner: its stream has a single consumer, so copying is refused.  Dropping it changes nothing:
+    the request runs to its end unseen.  Cancel what nobody wants any more.
     """
 
     __slots__ = ("_record",)
@@ -176,9 +310,20 @@ class RequestHandle:
     def id(self) -> RequestId:
         return self._record.id
 
-    def stream(self) -> StreamChannel:
-        """The channel that carries the tokens; it has one consumer."""
-        return self._record.channel
+    def stream(
+        self, *, stream_interval: int = 1, max_pending_chunks: int = DEFAULT_MAX_PENDING_CHUNKS
+    ) -> StreamChannel:
+        """The channel that carries the tokens, from the first one on, whenever it is asked for; one consumer.
+
+        A request that nobody streams has none and costs no work for it.  What was generated before the first call
+        arrives as one chunk.  After the outcome the stream holds the whole answer; after a failure or a cancel, what
+        is known of it.
+
+        Args:
+            stream_interval, max_pending_chunks: as `StreamChannel.create`; read by the call that makes the
+                channel, not where the request brought one.
+        """
+        return self._record.open_stream(stream_interval=stream_interval, max_pending_chunks=max_pending_chunks)
 
     def ready(self) -> bool:
         """Whether the outcome is published, so that `get()` returns without waiting."""
@@ -199,6 +344,7 @@ class RequestHandle:
         Raises:
             TimeoutError: the time is up; the request runs on and `get` may be called again.
             RequestCancelled: somebody cancelled the request.
+            RequestTimedOut: its `timeout_seconds` were over; a `RequestCancelled` too.
             RequestFailed: it ended with an error; the message says why.
         """
         try:
@@ -230,6 +376,10 @@ class RequestHandle:
         record = self._record
         if record.outcome_published and record.status is TerminalStatus.EXECUTION_ERROR:
             raise RequestFailed(f"request {record.id} failed: {record.error_message}")
+        if record.response is None and record.timed_out and record.deadline is not None:
+            raise RequestTimedOut(
+                f"request {record.id} timed out {record.deadline - record.submitted_at:g} s after its submit"
+            )
         if record.response is None:
             raise RequestCancelled(f"request {record.id} was cancelled")
         return record.response

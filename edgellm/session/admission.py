@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import CallerError, ContractViolation, InputTooLongError, SessionLostError
 from edgellm.log import get_logger
+from edgellm.sampling.params import SamplingParams
 from edgellm.session.finish import FinishRule
 from edgellm.session.frame import SessionFrame
 from edgellm.session.prompt import build_prompt
 from edgellm.session.request_check import check_request, check_supported
 from edgellm.session.resident import Resident
+from edgellm.session.sampling_agreement import sampling_difference
 from edgellm.session.types import AdmissionResult, AdmissionStatus, RequestId, SequenceIdentity
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class SessionAdmission(SessionFrame):
                         request.sampling, eos_token_ids=self._tokenizer.eos_token_ids, max_new_tokens=budget
                     ),
                     cancel_token=cancel_token,
-                    text=self._make_text(request),
+                    text=self._make_text(request, request.stream_channel),
                     exclusive=exclusive,
                     uniform=uniform,
                 )
@@ -87,11 +89,17 @@ class SessionAdmission(SessionFrame):
 
     def _check_uniform(self, request: LLMGenerationRequest, uniform: bool) -> None:
         """Stage A2: residents that share one sampling setting must share it with the newcomer."""
+        sampling: Any = request.sampling
+        if not isinstance(sampling, SamplingParams):
+            return  # refused by the checks of the request that follow
         for resident in self._order:
-            if (uniform or resident.uniform) and not sampling_agrees(request, resident.request):
+            if not (uniform or resident.uniform):
+                continue
+            difference = sampling_difference(sampling, resident.request.sampling)
+            if difference:
                 raise ContractViolation(
-                    f"admit: the decoder takes one set of sampling parameters per batch; {request.sampling} differs "
-                    f"from that of resident request {resident.request_id}: {resident.request.sampling}"
+                    f"admit: the decoder takes one set of sampling parameters per batch, and that of resident request "
+                    f"{resident.request_id} is another: {difference}"
                 )
 
     def _generate_budget(self, request: LLMGenerationRequest, length: int) -> tuple[int, str]:
@@ -184,9 +192,3 @@ class SessionAdmission(SessionFrame):
         except Exception as error:
             self._lose(f"rolling back the admission of request {resident.request_id} failed: {error}")
             raise SessionLostError(self._state_reason) from error
-
-
-def sampling_agrees(left: LLMGenerationRequest, right: LLMGenerationRequest) -> bool:
-    """Whether two requests may share a decoder with one set of sampling parameters per batch."""
-    a, b = left.sampling, right.sampling
-    return (a.temperature, a.top_p, a.top_k, a.seed is None) == (b.temperature, b.top_p, b.top_k, b.seed is None)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from edgellm.cache.metrics import ContextCacheMetrics
     from edgellm.cache.types import Hash128
     from edgellm.request import CancelToken, LLMGenerationRequest, LLMGenerationResponse
+    from edgellm.streaming import StreamChannel
 
 
 class RuntimeSession(ABC):
@@ -85,6 +86,31 @@ class RuntimeSession(ABC):
             raise ContractViolation(
                 f"release_for_readmission: {ref} is not a resident; residents are {self.residents()}"
             )
+
+    def release_for_replay(self, ref: ResidentRef) -> bool:
+        """After the session was lost or refused a step: let `ref`'s request begin again in another session.
+
+        Its stream is given back empty.  The resident itself stays until the session closes, and produces nothing.
+
+        Returns:
+            False when something of it was shown already (a chunk was read, a callback was called), or the session
+            cannot tell (the default).  Nothing was changed.
+        Raises:
+            ContractViolation: `ref` is unknown, or the session can still run.
+        """
+        return False
+
+    def attach_stream(self, ref: ResidentRef, channel: StreamChannel) -> bool:
+        """Give a resident that brought no stream one now; what it generated so far is pushed as one chunk.
+
+        From then on text and ids are those of a stream that was there from the start.
+
+        Returns:
+            False: this session attaches streams at admission only (the default); nothing was changed.
+        Raises:
+            ContractViolation: `ref` is no resident or has a stream, or the channel was used.  Nothing was changed.
+        """
+        return False
 
     @abstractmethod
     def idle(self) -> bool:

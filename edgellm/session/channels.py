@@ -10,6 +10,8 @@ from edgellm.streaming import StreamChunk
 
 if TYPE_CHECKING:
     from edgellm.session.resident import Resident
+    from edgellm.session.text import TextPipeline
+    from edgellm.streaming import StreamChannel
 
 _logger = get_logger(__name__)
 
@@ -35,12 +37,34 @@ def emit_chunk(resident: Resident) -> None:
     )
 
 
+def attach_late(resident: Resident, channel: StreamChannel, fresh: TextPipeline | None) -> None:
+    """Give a resident without a stream one, and push what it generated so far as one chunk.
+
+    Args:
+        fresh: a text pipeline for the resident as streamed, that has seen no token yet.
+    Raises:
+        ContractViolation: the channel was used before.  Nothing was changed.
+    """
+    text, pending = resident.text, resident.pending_text
+    if text is None and fresh is not None:
+        text, pending = fresh, fresh.push(resident.generated)
+        if resident.terminal:
+            pending += fresh.finish()
+    channel.attach()
+    resident.channel, resident.text, resident.pending_text = channel, text, pending
+    emit_chunk(resident)
+
+
 def finish_unfinished(resident: Resident) -> None:
-    """End an attached channel with ERROR; never raises.  For sessions that close with residents."""
+    """End an attached channel with ERROR (CANCELLED if somebody cancelled), with all text that is left; never raises.
+
+    For sessions that close with residents.
+    """
     channel = resident.channel
     if channel is None or resident.released or channel.is_finished():
         return
-    resident.end(FinishReason.ERROR, "the session closed before the sequence ended")
+    reason = FinishReason.CANCELLED if resident.cancel_requested else FinishReason.ERROR
+    resident.end(reason, "the session closed before the sequence ended")
     try:
         resident.flush_text()
         emit_chunk(resident)

@@ -30,7 +30,7 @@ def materialize_result(result: BatchResult, stop_strings: Sequence[str], tokeniz
         token_ids=token_ids,
         finish_reason=reason,
         prompt_tokens=len(result.raw_input_ids),
-        logprobs=result.logprobs,
+        logprobs=None if result.logprobs is None else list(result.logprobs),
         reuse=result.reuse,
         stop_match=match if match is not None else result.stop_match,
         iterations=result.iterations,

@@ -186,6 +186,8 @@ class ScriptedSession(SessionCore):
         super()._seat(resident)
 
     def _prepare_rows(self, step: Step) -> None:
+        if not self._runtime.script.row_errors:
+            return
         for resident in step.rows:
             after, message = self._runtime.script.row_errors.get(resident.request_id, (-1, ""))
             if len(resident.generated) == after:

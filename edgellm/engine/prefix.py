@@ -1,0 +1,63 @@
+"""`prefix_key`: which requests are likely to share a prefix, without tokenising them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, TypeAlias
+
+from edgellm.cache.types import ContextCacheLookupPolicy
+
+if TYPE_CHECKING:
+    from edgellm.request import LLMGenerationRequest
+
+PrefixKey: TypeAlias = tuple[str, str | None, object]
+
+KEY_CHARACTERS = 256
+"""How much of a text two requests must have in common to count as neighbours."""
+
+KEY_TOKENS = 64
+"""The same for prompts that are tokens."""
+
+
+def prefix_key(request: LLMGenerationRequest) -> PrefixKey | None:
+    """A key that is equal for requests that begin alike.  Pure, cheap, never raises.
+
+    It is made of the salt and of the first characters (of the messages with their roles, or of the prompt) or token
+    ids.  Only a hint: a wrong one costs an order of admission, never an answer.
+
+    Returns:
+        None where sharing is not wanted (cache bypassed), or too short to matter.
+    """
+    if request.lookup_policy is ContextCacheLookupPolicy.BYPASS:
+        return None
+    try:
+        kind, start = _start(request)
+    except Exception:  # malformed prompts are refused at admission, with a message
+        return None
+    return None if start is None else (kind, request.cache_salt, start)
+
+
+def _start(request: LLMGenerationRequest) -> tuple[str, object]:
+    if request.prompt_token_ids is not None:
+        ids = tuple(int(token) for token in islice(iter(request.prompt_token_ids), KEY_TOKENS))
+        return "ids", ids if len(ids) == KEY_TOKENS else None
+    if request.messages is not None:
+        return "messages", _enough(_conversation(request))
+    return "prompt", _enough(request.prompt or "")
+
+
+def _conversation(request: LLMGenerationRequest) -> str:
+    """The beginning of the conversation; template arguments come first, because a template does likewise."""
+    text = repr(sorted(request.chat_template_kwargs.items())) if request.chat_template_kwargs else ""
+    extra = len(text)
+    for message in request.messages or ():
+        content = message.get("content")
+        start = content[:KEY_CHARACTERS] if isinstance(content, str) else repr(content)
+        text += f"\x1f{message.get('role')}\x1e{start}"
+        if len(text) >= extra + KEY_CHARACTERS:
+            break
+    return text[: extra + KEY_CHARACTERS] if len(text) >= extra + KEY_CHARACTERS else ""
+
+
+def _enough(text: str) -> str | None:
+    return text[:KEY_CHARACTERS] if len(text) >= KEY_CHARACTERS else None
