@@ -28,6 +28,9 @@ from edgellm.session.types import AdmissionStatus, SessionOptions
 from edgellm.streaming import StreamChannel
 from edgellm.testing.scripted_session import Script, ScriptedRuntime, letters
 
+MAX_OVERTAKES = 2
+SEATS = 3
+FAR = 1e6  # seconds: no deadline comes by itself
 FATES = [AdmissionStatus.NO_CAPACITY, AdmissionStatus.REJECTED, RuntimeError("lease died")]
 
 
@@ -35,9 +38,13 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.script = Script()
-        self.runtime = ScriptedRuntime(script=self.script, max_batch_size=3, max_input_length=32, page_size=4)
+        self.runtime = ScriptedRuntime(script=self.script, max_batch_size=SEATS, max_input_length=32, page_size=4)
         options = SchedulingOptions(
-            scheduling_policy="priority", preemption="pause", max_pause_steps=2, priority_reserved_slots=1
+            scheduling_policy="priority",
+            preemption="pause",
+            max_pause_steps=2,
+            priority_reserved_slots=1,
+            max_overtakes=MAX_OVERTAKES,
         )
         config = EngineConfig(command_queue_capacity=4, max_pending_requests=8, step_token_budget=4, scheduling=options)
         self.channel = EngineChannel(config, EngineMetrics())
@@ -52,22 +59,38 @@ class EngineMachine(RuleBasedStateMachine):
         self.records: list[RequestRecord] = []
         self.requests: dict[int, LLMGenerationRequest] = {}
         self.outcomes: dict[int, int] = {}
+        self.passed: dict[int, int] = {}  # request id to later ones that got a seat before it
+        self.read: dict[int, list[int]] = {}
 
     @rule(
+        letter=st.sampled_from("ab"),
         length=st.integers(0, 40),
         max_tokens=st.integers(1, 6),
         priority=st.integers(-1, 1),
         bypass=st.booleans(),
         exclusive=st.booleans(),
+        timed=st.booleans(),
+        streamed=st.booleans(),
     )
-    def submit(self, length: int, max_tokens: int, priority: int, bypass: bool, exclusive: bool) -> None:
+    def submit(
+        self,
+        letter: str,
+        length: int,
+        max_tokens: int,
+        priority: int,
+        bypass: bool,
+        exclusive: bool,
+        timed: bool,
+        streamed: bool,
+    ) -> None:
         request = LLMGenerationRequest(
-            prompt="a" * length,
+            prompt=letter * length,
             sampling=SamplingParams(max_tokens=max_tokens),
             priority=priority,
             lookup_policy=ContextCacheLookupPolicy.BYPASS if bypass else ContextCacheLookupPolicy.USE_CACHE,
             token_callback=(lambda ids: None) if exclusive else None,
-            stream_channel=StreamChannel.create(),
+            stream_channel=StreamChannel.create() if streamed else None,
+            timeout_seconds=FAR if timed else None,
         )
         try:
             request_id = self.channel.reserve()
@@ -79,6 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
             request=request,
             channel=request.stream_channel,
             note_cancel=self.channel.note_cancel,
+            note_stream=self.channel.note_stream,
         )
         try:
             self.channel.post(record)
@@ -89,6 +113,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.records.append(record)
         self.requests[request_id] = request
         self.outcomes[request_id] = 0
+        self.passed[request_id] = 0
+        self.read[request_id] = []
 
         def ended() -> None:
             self.outcomes[request_id] += 1
@@ -99,10 +125,42 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), through_stream=st.booleans())
     def cancel(self, data: st.DataObject, through_stream: bool) -> None:
         record = data.draw(st.sampled_from(self.records))
-        if through_stream:
+        if through_stream and record.channel is not None:
             record.channel.cancel()
         else:
             self.channel.cancel_record(record.id)
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def ask_for_the_stream(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.records)).open_stream()
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def read_a_chunk(self, data: st.DataObject) -> None:
+        record = data.draw(st.sampled_from(self.records))
+        chunk = None if record.channel is None else record.channel.try_pop()
+        if chunk is not None:
+            self.read[record.id] += chunk.token_ids
+
+    @precondition(lambda self: any(record.deadline is not None for record in self.records))
+    @rule(data=st.data())
+    def time_passes(self, data: st.DataObject) -> None:
+        """The clock stands at the deadline of a request: that one ends, and those whose deadline was earlier."""
+        timed = [record for record in self.records if record.deadline is not None]
+        now = data.draw(st.sampled_from(timed)).deadline
+        due = [record for record in timed if record.deadline <= now]
+        alive = [r for r in due if not (r.outcome_published or r.cancelled) and r.id in self.drained]
+        self.actor._deadlines.expire(now)
+        assert all(record.timed_out for record in alive)
+        self.boundary()
+        assert all(record.status is TerminalStatus.CANCELLED for record in alive)
+
+    @property
+    def drained(self) -> set[int]:
+        """Requests that the actor has taken from the command queue, and that have no outcome."""
+        waiting = {record.id for record in self.actor._backlog.records}
+        return waiting | {seat.record.id for seat in self.actor._coordinator.seats()}
 
     @rule(fate=st.sampled_from(FATES))
     def next_admission_goes_wrong(self, fate: object) -> None:
@@ -128,8 +186,39 @@ class EngineMachine(RuleBasedStateMachine):
 
     def boundary(self) -> None:
         self.actor._drain()
+        before = {seat.record.id for seat in self.actor._coordinator.seats()}
+        admissions = len(self.runtime.log)
         if self.actor.queued() or self.actor.resident():
             self.actor._boundary()
+        self.count_overtakes(before, self.runtime.log[admissions:])
+
+    def count_overtakes(self, before: set[int], log: list[tuple[object, ...]]) -> None:
+        """Who was given a seat while somebody before it in order still waits."""
+        waiting = list(self.actor._backlog.records)
+        ran = {d.identity.request_id for entry in log if entry[0] == "execute" for d in entry[1]}
+        seated = ({seat.record.id for seat in self.actor._coordinator.seats()} | ran) - before
+        by_id = {record.id: record for record in self.records}
+        for record in waiting:
+            later = [n for n in seated if (by_id[n].priority, by_id[n].arrival) > (record.priority, record.arrival)]
+            if not record.readmitted and not record.replays and record.id not in seated:
+                self.passed[record.id] += len(later)
+
+    @invariant()
+    def nobody_is_passed_more_often_than_allowed(self) -> None:
+        assert all(count <= MAX_OVERTAKES for count in self.passed.values())
+        assert all(record.overtaken <= MAX_OVERTAKES for record in self.records)
+
+    @invariant()
+    def the_mirror_is_the_sessions_truth(self) -> None:
+        session = self.actor._session
+        seats = self.actor._coordinator.seats()
+        if session is None:
+            assert seats == []
+            return
+        assert [seat.lengths.ref for seat in seats] == session.residents()
+        truth = [(resident.committed, resident.prompt_remaining) for resident in session._order]
+        assert [(seat.lengths.committed, seat.lengths.prompt_remaining) for seat in seats] == truth
+        assert session._slots.available() == SEATS - len(seats)
 
     @invariant()
     def pending_counts_exactly_the_open_requests(self) -> None:
@@ -160,8 +249,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.actor._final_sweep()
 
     def check_outcome(self, record: RequestRecord) -> None:
-        assert record.channel.is_finished()
-        streamed = [token for chunk in record.channel for token in chunk.token_ids]
+        channel = record.open_stream()
+        assert channel.is_finished()
+        streamed = [*self.read[record.id], *(token for chunk in channel for token in chunk.token_ids)]
         request = self.requests[record.id]
         prompt = self.runtime.tokenizer.encode(request.prompt)
         solo = [letters(np.array(prompt, np.int32), i) for i in range(request.sampling.max_tokens)]
@@ -172,6 +262,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert streamed == solo[: len(streamed)]
         if record.status is TerminalStatus.EXECUTION_ERROR:
             assert record.error_message
+        if record.partial is not None:
+            assert record.partial.token_ids == solo[: len(record.partial.token_ids)]
 
 
 EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

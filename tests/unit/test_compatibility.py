@@ -8,6 +8,7 @@ from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPoli
 from edgellm.engine import compatibility as c
 from edgellm.request import LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
+from edgellm.sampling.structured import StructuredOutput
 from edgellm.streaming import StreamChannel
 
 REQUEST_GROUPS = (
@@ -31,6 +32,7 @@ OTHER_REQUEST = {
     "replay_tail_length": 2,
     "stream_channel": StreamChannel.create(),
     "priority": -3,
+    "timeout_seconds": 2.5,
     "add_generation_prompt": False,
     "chat_template_kwargs": {"a": 1},
     "disable_spec_decode": True,
@@ -59,6 +61,7 @@ OTHER_SAMPLING = {
     "logprobs": 3,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
+    "structured": StructuredOutput(regex="[0-9]+"),
 }
 
 

@@ -84,5 +84,5 @@ def test_public_names_load_and_are_listed() -> None:
     for name in edgellm.__all__:
         assert getattr(edgellm, name) is not None
         assert name in dir(edgellm)
-    with pytest.raises(AttributeError, match="no attribute 'Engine'; public names: LLM"):
-        _ = edgellm.Engine
+    with pytest.raises(AttributeError, match="no attribute 'Motor'; public names: LLM"):
+        _ = edgellm.Motor

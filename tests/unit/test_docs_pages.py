@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -46,6 +47,23 @@ def test_a_picture_is_self_contained_described_and_readable_on_any_ground(pictur
 def test_the_page_about_the_cache_shows_every_picture(name: str) -> None:
     page = (ROOT / "docs" / "how-the-cache-works.md").read_text(encoding="utf-8")
     assert f"(images/{name}.svg)" in page
+
+
+@pytest.mark.parametrize("name", ["step", "request-states", "budget"])
+def test_the_page_about_session_and_engine_shows_every_picture(name: str) -> None:
+    page = (ROOT / "docs" / "session-and-engine.md").read_text(encoding="utf-8")
+    assert f"(images/{name}.svg)" in page
+
+
+def test_every_scheduling_option_is_on_the_page() -> None:
+    from edgellm.engine.config import EngineConfig, SchedulingOptions
+
+    page = (ROOT / "docs" / "session-and-engine.md").read_text(encoding="utf-8")
+    options = dataclasses.fields(SchedulingOptions)
+    assert [option.name for option in options if option.name not in page] == []
+    for name in ("max_pending_requests", "command_queue_capacity", "max_replays", "max_reopen_attempts"):
+        assert name in page
+        assert name in {entry.name for entry in dataclasses.fields(EngineConfig)}
 
 
 def test_the_policy_on_the_page_is_complete_and_conforms() -> None:

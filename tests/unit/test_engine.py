@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from engine_rig import WAIT, admitted, ask, first_residency, held, wait_until
 
 from edgellm.cache.types import ContextCacheLookupPolicy
 from edgellm.engine.config import EngineConfig, SchedulingOptions
@@ -22,105 +23,9 @@ from edgellm.errors import (
     UnsupportedRequestError,
 )
 from edgellm.request import LLMGenerationRequest
-from edgellm.sampling.params import SamplingParams
 from edgellm.session.types import AdmissionStatus, FinishReason, SequenceWork, SessionOptions
 from edgellm.streaming import StreamChannel
-from edgellm.testing.scripted_session import Script, ScriptedRuntime, letters
-
-WAIT = 20
-
-
-class Brake:
-    """A scripted token source that can hold the actor inside a step."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self._released = threading.Event()
-        self._released.set()
-        self._trap = None
-        self.trapped = False
-
-    def __call__(self, prompt, index) -> int:
-        if (len(prompt), index) == self._trap:
-            self.hold()
-            self._trap, self.trapped = None, True
-        self.entered.set()
-        if not self._released.wait(WAIT):
-            raise TimeoutError("the test never released the brake")
-        return letters(prompt, index)
-
-    def hold(self) -> None:
-        self.entered.clear()
-        self._released.clear()
-
-    def hold_at(self, prompt_length: int, index: int) -> None:
-        """Hold when the sequence with a prompt of that length comes to its token `index`."""
-        self._trap = (prompt_length, index)
-
-    def release(self) -> None:
-        self._released.set()
-
-
-@pytest.fixture
-def brake():
-    brake = Brake()
-    yield brake
-    brake.release()
-
-
-@pytest.fixture
-def start():
-    """Start engines that the test cannot forget to stop; checks that nothing leaked."""
-    started = []
-
-    def make(runtime, config=None, **kwargs) -> RequestEngine:
-        engine = RequestEngine(runtime, config, **kwargs)
-        started.append((engine, runtime))
-        return engine
-
-    yield make
-    for engine, runtime in started:
-        engine.shutdown(ShutdownMode.CANCEL)
-        metrics = engine.metrics()
-        assert engine.pending() == 0
-        assert metrics.completed + metrics.cancelled + metrics.failed == metrics.submitted
-        assert getattr(runtime, "leased", set()) == set()
-
-
-def ask(prompt="hello", max_tokens=4, **kwargs) -> LLMGenerationRequest:
-    sampling = {name: kwargs.pop(name) for name in ("temperature", "stop") if name in kwargs}
-    return LLMGenerationRequest(prompt=prompt, sampling=SamplingParams(max_tokens=max_tokens, **sampling), **kwargs)
-
-
-def held(engine, brake, **kwargs):
-    """A request that is resident and inside a step."""
-    brake.hold()
-    handle = engine.submit(ask("held", max_tokens=50, **kwargs))
-    assert brake.entered.wait(WAIT)
-    return handle
-
-
-def wait_until(condition, what: str) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
-
-
-def admitted(runtime) -> list[int]:
-    return [entry[1] for entry in runtime.log if entry[0] == "admit"]
-
-
-def first_residency(runtime) -> list[int]:
-    """Request ids in the order of their first context step."""
-    order = []
-    for entry in runtime.log:
-        if entry[0] == "execute":
-            for descriptor in entry[1]:
-                if descriptor.identity.request_id not in order:
-                    order.append(descriptor.identity.request_id)
-    return order
-
+from edgellm.testing.scripted_session import Script, ScriptedRuntime
 
 # ---- submit, get, stream ------------------------------------------------------------------------------
 
@@ -345,7 +250,7 @@ def test_priority_policy_seats_the_most_urgent_first(start, brake):
 
 def test_behaviour_14_an_incompatible_head_waits_and_nobody_overtakes_it(start, brake):
     runtime = ScriptedRuntime(script=Script(next_token=brake))
-    engine = start(runtime)
+    engine = start(runtime, EngineConfig(scheduling=SchedulingOptions(max_overtakes=0)))
     first = held(engine, brake)
     other = engine.submit(ask(lookup_policy=ContextCacheLookupPolicy.BYPASS))
     behind = engine.submit(ask())
@@ -372,7 +277,7 @@ def test_uniform_sampling_is_compared_only_when_the_session_needs_it(start, brak
 def test_behaviour_16_no_capacity_keeps_the_heads_place_until_a_resident_finishes(start, brake):
     script = Script(next_token=brake)
     runtime = ScriptedRuntime(script=script)
-    engine = start(runtime)
+    engine = start(runtime, EngineConfig(scheduling=SchedulingOptions(max_overtakes=0)))
     first = held(engine, brake)
     script.admissions.extend([AdmissionStatus.NO_CAPACITY] * 3)
     second, third = engine.submit(ask()), engine.submit(ask())
@@ -407,7 +312,7 @@ def test_rejected_and_malformed_requests_fail_alone(start):
 
 def test_behaviour_18_an_exclusive_head_waits_for_idle_runs_alone_and_the_next_waits_for_it(start, brake):
     runtime = ScriptedRuntime(script=Script(next_token=brake))
-    engine = start(runtime)
+    engine = start(runtime, EngineConfig(scheduling=SchedulingOptions(max_overtakes=0)))
     first = held(engine, brake)
     tokens = []
     alone = engine.submit(ask(max_tokens=3, token_callback=tokens.extend))
@@ -580,7 +485,7 @@ def test_behaviour_31_a_cancelled_paused_resident_leaves_in_the_next_step(start,
 def test_behaviours_35_and_36_prompts_survive_a_refused_compact_step_and_decoders_fail(start, brake):
     script = Script(next_token=brake)
     runtime = ScriptedRuntime(script=script, max_batch_size=4, max_input_length=64, page_size=4)
-    engine = start(runtime, EngineConfig(step_token_budget=8))
+    engine = start(runtime, EngineConfig(step_token_budget=8, max_replays=0))
     first = held(engine, brake)
     second = engine.submit(ask("second", max_tokens=40))
     brake.hold_at(len("second"), 3)
@@ -612,7 +517,7 @@ def test_behaviours_35_and_36_prompts_survive_a_refused_compact_step_and_decoder
 def test_behaviour_38_a_failed_step_fails_its_residents_once_and_the_backlog_continues(start, brake, fault):
     script = Script(next_token=brake)
     runtime = ScriptedRuntime(script=script, max_batch_size=2)
-    engine = start(runtime)
+    engine = start(runtime, EngineConfig(max_replays=0))
     first = held(engine, brake)
     second = engine.submit(ask(max_tokens=30))
     third = engine.submit(ask())
@@ -630,7 +535,7 @@ def test_behaviour_38_a_failed_step_fails_its_residents_once_and_the_backlog_con
 def test_behaviour_37_a_session_lost_in_admission_fails_residents_and_that_request_only(start, brake):
     script = Script(next_token=brake)
     runtime = ScriptedRuntime(script=script)
-    engine = start(runtime)
+    engine = start(runtime, EngineConfig(max_replays=0))
     first = held(engine, brake)
     script.admissions.append(RuntimeError("lease died"))
     second, third = engine.submit(ask()), engine.submit(ask())

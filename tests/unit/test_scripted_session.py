@@ -17,6 +17,7 @@ from edgellm.errors import (
 )
 from edgellm.request import CancelToken, LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
+from edgellm.sampling.structured import StructuredOutput
 from edgellm.session.base import RuntimeSession
 from edgellm.session.frame import SessionState
 from edgellm.session.types import (
@@ -338,9 +339,15 @@ def test_behaviour_25_session_lost_is_not_an_admission_error() -> None:
 # ---- exclusivity and uniform sampling -------------------------------------------------------------------
 
 
-def test_behaviour_26_token_callback_requires_exclusive_admission() -> None:
+def test_behaviour_26_token_callback_requires_exclusive_admission_and_a_guide_does_not() -> None:
+    """Lifted for guides: a matcher belongs to its resident, not to a row, so guided sequences share steps."""
     _, drive = make()
     assert drive.session.requires_exclusive_admission(request(token_callback=lambda token_ids: None))
+    guided = request()
+    guided.sampling = SamplingParams(structured=StructuredOutput(regex="a"))
+    assert not drive.session.requires_exclusive_admission(guided)
+    guided.token_callback = lambda token_ids: None
+    assert drive.session.requires_exclusive_admission(guided)
     assert not drive.session.requires_exclusive_admission(request())
 
 
