@@ -7,7 +7,7 @@ development tools and the extensions built in place.
 
     python tools/mutation.py                       # everything that has no verdict yet
     python tools/mutation.py 'edgellm.cache.endpoints.*'   # these again
-    python tools/mutation.py --survivors           # the survivors again, after tests were added
+    python tools/mutation.py --survivors           # survivors and time-outs again, after tests were added
     python tools/mutation.py --fresh               # forget all verdicts
     python tools/mutation.py --report              # counts and survivors of the last run, with their diffs
 """
@@ -18,6 +18,7 @@ import argparse
 import collections
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -111,6 +112,10 @@ def lay_out(workspace: Path) -> None:
         for package in (plugin / "src").glob("edgellm_*[!o]"):
             if package.name in PLUGIN_PACKAGES:
                 shutil.copytree(package, workspace / package.name, **how)
+    mutants = workspace / "mutants"
+    if mutants.exists():  # mutmut renews Python sources there, and compiled modules it copies once
+        for module in (workspace / "edgellm").rglob("*.so"):
+            _copy_if_changed(str(module), str(mutants / module.relative_to(workspace)))
     (workspace / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (workspace / "pyproject.toml").write_text(_settings(), encoding="utf-8")
 
@@ -146,11 +151,12 @@ def _settings() -> str:
     return "[tool.pytest.ini_options]" + pytest_settings + "\n\n[tool.mutmut]\n" + "\n".join(lines) + "\n"
 
 
-def run_inside(budget: float, arguments: list[str]) -> None:
+def run_inside(budget: float, only: str, arguments: list[str]) -> None:
     """mutmut's own command line in this process, with two changes.
 
     No garbage collection: a collected handle's `__del__` would enter mutmut's call recorder while that changes its
-    context variable, and Python 3.11 then crashes.  And a mutant meets its quickest tests up to `budget` seconds.
+    context variable, and Python 3.11 then crashes.  And a mutant meets its quickest tests up to `budget` seconds: of
+    those whose name matches `only`, where any does.
     """
     import gc
 
@@ -165,7 +171,8 @@ def run_inside(budget: float, arguments: list[str]) -> None:
         seconds, tests_of = state().duration_by_test, state().tests_by_mangled_function_name
         for function, tests in tests_of.items():
             kept, total = set(), 0.0
-            for test in sorted(tests, key=lambda name: seconds[name]):
+            chosen = [test for test in tests if re.search(only, test)] or tests
+            for test in sorted(chosen, key=lambda name: seconds[name]):
                 total += seconds[test]
                 if kept and total > budget:
                     break
@@ -201,19 +208,20 @@ def print_counts(found: dict[str, int | None]) -> None:
 
 def main() -> int:
     if sys.argv[1:2] == ["--inside"]:
-        run_inside(float(sys.argv[2]), sys.argv[3:])
+        run_inside(float(sys.argv[2]), sys.argv[3], sys.argv[4:])
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="mutants to run again; shell patterns of module.function")
     parser.add_argument("--workspace", type=Path, default=ROOT / "build" / "mutation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of tests that a mutant meets, quick first")
-    parser.add_argument("--survivors", action="store_true", help="run the survivors again")
+    parser.add_argument("--tests", default="", help="regular expression; only these tests, as after adding to them")
+    parser.add_argument("--survivors", action="store_true", help="run survivors and time-outs again")
     parser.add_argument("--fresh", action="store_true", help="forget all verdicts first")
     parser.add_argument("--report", action="store_true", help="run nothing; print survivors with their diffs")
     options = parser.parse_args()
     workspace: Path = options.workspace.resolve()
-    command = [sys.executable, __file__, "--inside", str(options.budget)]
+    command = [sys.executable, __file__, "--inside", str(options.budget), options.tests]
     status = 0
     if not options.report:
         if options.fresh:
@@ -222,7 +230,8 @@ def main() -> int:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "EDGELLM_PLUGINS": ""}
         names = options.names or []
         if options.survivors:
-            names = [*names, *(name for name, code in verdicts(workspace).items() if code == 0)]
+            again = {"survived", "timed out"}  # on a busy machine, running out of time is no verdict
+            names = [*names, *(name for name, code in verdicts(workspace).items() if status_of(code) in again)]
         run = [*command, "run", "--max-children", str(options.jobs), *names]
         status = subprocess.run(run, cwd=workspace, env=environment, check=False).returncode
     found = verdicts(workspace)

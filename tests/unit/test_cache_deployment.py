@@ -7,9 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from edgellm._core.block_hash import TokenChain, append_each, encode_key_extras
+from edgellm._core.block_hash import TokenChain, append_each, encode_key_extras, hash_opaque_identity
 from edgellm._core.page_table import KVPageTable
 from edgellm.cache.deployment import (
+    MAX_PAGES,
+    check_config,
     check_geometry,
     check_resources,
     check_support,
@@ -17,13 +19,16 @@ from edgellm.cache.deployment import (
     resolve_spec_reuse_contract,
 )
 from edgellm.cache.identity import adapter_key, frame, isolation_digest, request_key_extras
+from edgellm.cache.media import MediaItems, media_positions
 from edgellm.cache.types import (
     AdapterKey,
     BaseStateKind,
     BlockKeyExtras,
+    ContextCacheConfig,
     ContextCacheDeploymentProfile,
     ContextCachePhysicalResources,
     DeploymentConfig,
+    Hash128,
     SpecReuseContract,
 )
 from edgellm.errors import InvalidArgumentError, UnsupportedModelError
@@ -258,3 +263,71 @@ def test_a_decoder_without_a_draft_model_needs_no_configuration_and_others_are_n
     assert resolve_spec_reuse_contract("prompt_lookup") == SpecReuseContract(False, 0)
     with pytest.raises(InvalidArgumentError, match=r"\(draft: False, speculative: False\); pass both$"):
         resolve_spec_reuse_contract("eagle")
+
+
+def test_a_framed_field_is_its_length_in_eight_little_endian_bytes_and_its_text():
+    assert frame("ab", None, "") == b"\x01\x02" + bytes(7) + b"ab" + b"\x00" + b"\x01" + bytes(8)
+
+
+def test_each_kind_of_identity_is_hashed_under_its_own_name():
+    isolation = isolation_digest(model_fingerprint="m", kv_dtype="float32")
+    assert isolation == hash_opaque_identity(frame("isolation", "m", "float32", None))
+    assert adapter_key("X", 3) == AdapterKey(hash_opaque_identity(frame("adapter", "X")).lo, 3)
+
+
+def test_the_digest_of_a_media_position_is_of_fields_of_eight_bytes():
+    item = MediaItems((90,), (Hash128(3, 5),))
+    fields = b"".join(number.to_bytes(8, "little") for number in (len("image"), 3, 5, 2, 1))
+    assert media_positions([1, 90, 90], {"image": item})[2] == hash_opaque_identity(fields + b"image")
+
+
+def test_the_same_item_elsewhere_in_a_prompt_has_the_same_digests():
+    item = MediaItems((90,), (Hash128(3, 5),))
+    early, late = (media_positions(tokens, {"image": item}) for tokens in ([90, 90, 7], [1, 2, 90, 90]))
+    assert early[:2] == late[2:]
+    assert early[2] is None
+    assert len(set(early)) == 3
+
+
+@pytest.mark.parametrize(("hi", "lo", "zero"), [(0, 0, True), (0, 5, False), (5, 0, False)])
+def test_a_hash_is_zero_where_both_halves_are(hi, lo, zero):
+    assert Hash128(hi, lo).is_zero() is zero
+
+
+def test_158_each_flavour_needs_its_own_pools_and_the_largest_pool_is_allowed():
+    sizes = {"max_batch_size": 2, "max_input_length": 8, "max_kv_capacity": 8, "page_size": 4}
+    check_geometry(DeploymentConfig(**sizes, num_pages=0), ContextCacheDeploymentProfile(RECURRENT))
+    check_geometry(DeploymentConfig(**sizes, num_pages=MAX_PAGES, num_draft_pages=MAX_PAGES), EAGLE)
+    with pytest.raises(InvalidArgumentError, match="num_pages is 0"):
+        check_geometry(DeploymentConfig(**sizes, num_pages=0))
+    with pytest.raises(InvalidArgumentError, match="num_draft_pages is 0"):
+        check_geometry(DeploymentConfig(**sizes, num_pages=3), EAGLE)
+
+
+def test_157_numbers_for_all_blocks_of_a_recurrent_deployment_may_just_fit():
+    profile = ContextCacheDeploymentProfile(RECURRENT)
+    # The limit is a prime, so only rows of one page can fill it: of a capacity of none, which check_geometry refuses.
+    deployment = DeploymentConfig(max_batch_size=2, max_input_length=1, max_kv_capacity=0, page_size=4, num_pages=0)
+    assert deployment.pages_per_slot == 1
+    fits = resources(storage=FakeStorage(recurrent=MAX_PAGES - 2), base=False)
+    assert pool_capacities(deployment, profile, fits).base_kv_pages == MAX_PAGES
+    exceeds = resources(storage=FakeStorage(recurrent=MAX_PAGES - 1), base=False)
+    with pytest.raises(InvalidArgumentError, match=f"exceed {MAX_PAGES}"):
+        pool_capacities(deployment, profile, exceeds)
+
+
+def test_158_a_checkpoint_interval_of_one_token_is_allowed_and_none_smaller():
+    check_config(ContextCacheConfig(checkpoint_interval_tokens=1))
+    for interval in (0, -1, True, 1.0):
+        with pytest.raises(InvalidArgumentError, match="checkpoint_interval_tokens"):
+            check_config(ContextCacheConfig(checkpoint_interval_tokens=interval))
+
+
+def test_158_resources_are_judged_by_the_flavour_they_are_for():
+    recurrent = ContextCacheDeploymentProfile(RECURRENT)
+    paged = {"max_batch_size": 2, "max_input_length": 8, "max_kv_capacity": 8, "page_size": 4}
+    check_resources(DeploymentConfig(**paged, num_pages=0), recurrent, resources(storage=FakeStorage(), base=False))
+    broken = resources(draft=True)
+    broken.draft_cache = type("Mute", (), {"num_pages": 5, "page_size": 4})()
+    with pytest.raises(InvalidArgumentError, match=r"^draft_cache is Mute and cannot copy_pages"):
+        check_resources(GOOD, EAGLE, broken)

@@ -308,3 +308,25 @@ def test_rows_wait_while_a_compaction_is_outstanding():
     assert broken.rig.coordinator.begin_batch_compaction(broken.request, [0, -1], 1).name == "OK"
     broken.rig.table.clear_row(1)
     broken.rig.coordinator.check_invariants()
+
+
+def test_k4_only_a_checkpoint_deployment_publishes_ahead_and_only_before_its_prompt_is_complete():
+    broken = Broken()
+    assert (broken.ghost.common_state_length, broken.ghost.num_tokens) == (2, 5)
+    broken.lengths.offered_blocks[broken.ghost.index] = 1
+    broken.violates("^K4 slot 1: 1 blocks published at 2$")
+    config = ContextCacheConfig(policy_deadline_seconds=None)
+    driver = ToyDriver(FLAVOURS["hybrid"], policies=all_policies(), config=config)
+    driver.prefill(driver.admit(TOKENS[:7]))
+    state = driver.request.sequence(0)
+    assert (state.common_state_length, state.num_tokens) == (7, 8)
+    lengths = driver.request.impl.lengths
+    offered = int(lengths.offered_blocks[0])
+    lengths.offered_blocks[0] = 2
+    with pytest.raises(InvariantError, match=r"^K4 slot \d: 2 blocks published at 7$"):
+        driver.coordinator.check_invariants()
+    lengths.offered_blocks[0] = offered
+    driver.admit([3, 3, 3, 3, 3])
+    assert lengths.common[:2].tolist() == [7, 0]
+    lengths.offered_blocks[1] = 1
+    driver.coordinator.check_invariants()  # the checkpoint of a step that is not committed yet

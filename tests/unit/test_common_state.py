@@ -19,7 +19,7 @@ def test_accepted_tokens_become_common_with_the_next_draft_pass():
     tracker = tracked(9, 20)
     assert tracker.draft_prefill_pending
     tracker.materialize_pending(0)
-    assert not tracker.draft_prefill_pending
+    assert tracker.draft_prefill_pending is False
     assert tracker.common_lengths == [9, 20]
     tracker.record_accepted(0, 3)
     tracker.record_accepted(1, 1)

@@ -12,6 +12,7 @@ from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances, apply_advances,
 from edgellm.cache.policy import PublicationPolicy
 from edgellm.cache.request import Phase
 from edgellm.cache.types import (
+    ContextCacheConfig,
     ContextCacheCoordinatorStatus,
     ContextCacheSequenceAdvance,
     DecodingTokenStateContract,
@@ -21,6 +22,8 @@ from edgellm.errors import ContractViolation
 from edgellm.plugins import PolicyRegistration
 from edgellm.testing.recount import recount, require_baseline
 from edgellm.testing.toy import toy_generate
+from edgellm.testing.toy_batch_driver import ToyBatchDriver
+from edgellm.testing.toy_driver import FLAVOURS, ToyDriver
 
 POISONED = ContextCacheCoordinatorStatus.POISONED
 REQUEST_FAILED = ContextCacheCoordinatorStatus.REQUEST_FAILED
@@ -29,6 +32,10 @@ Advance = ContextCacheSequenceAdvance
 
 def prompt(length, seed=1):
     return [(seed * 31 + 7 * i * i + i) % VOCAB for i in range(length)]
+
+
+def prompt_below(vocab, length):
+    return [token % vocab for token in prompt(length)]
 
 
 def rig_with(policy, **config):
@@ -409,3 +416,313 @@ def test_fully_committed_state_only_advances():
 def test_policies_are_abstract_about_their_name_and_two_hooks():
     with pytest.raises(TypeError):
         PublicationPolicy(None)
+
+
+def test_a_faulty_step_of_a_plain_batch_is_resolved_and_a_faulty_chunk_leaves_the_step_pending():
+    for where, pending in (("prefill", False), ("chunk", True)):
+        rig = rig_with(misbehaving(where))
+        request = rig.begun(rig.admission(prompt(6), 0))
+        assert rig.coordinator.prepare_prefill(request) is OK
+        if where == "prefill":
+            status = rig.coordinator.finalize_prefill_publication(request, [Advance([5], 6)])
+        else:
+            status = rig.coordinator.advance_prefill(request, 0, 4)
+        assert (status, request.impl.has_pending_device_work()) == (REQUEST_FAILED, pending)
+        assert rig.coordinator.metrics().policy_failures == 1
+        assert rig.coordinator.finish(request) is OK
+        require_baseline(rig.coordinator)
+
+
+def test_a_faulty_step_of_a_speculative_batch_is_waited_for():
+    """Its draft may still run."""
+
+    class Broken(BaseEndpointPolicy):
+        def on_prefill_finalized(self, request, advances, common_state_lengths):
+            raise RuntimeError("a bug in a plugin")
+
+    registration = PolicyRegistration("test", Broken, lambda profile, spec: True, 0, "test")
+    driver = ToyBatchDriver(FLAVOURS["eagle"], policies=[registration], config=ContextCacheConfig())
+    driver.begin(prompt_below(50, 6))
+    coordinator, request = driver.coordinator, driver.request
+    assert coordinator.prepare_prefill(request) is OK
+    assert coordinator.finalize_prefill_publication(request, [Advance([5], 6)], [6]) is REQUEST_FAILED
+    assert request.impl.has_pending_device_work() is True
+    assert coordinator.finish(request) is OK
+    require_baseline(coordinator)
+
+
+def test_a_checkpoint_that_a_batch_policy_forgot_at_its_prompts_end_is_a_fault():
+    class Forgetful(BaseEndpointPolicy):
+        def on_prefill_finalized(self, request, advances, common_state_lengths):
+            self.apply(request, advances)
+            assert self.reserve_hybrid_capture(request, 0, 6, PublicationPoint.PREFILL_END)
+            self.mark_resolved(request)
+
+    registration = PolicyRegistration("test", Forgetful, lambda profile, spec: True, 0, "test")
+    driver = ToyBatchDriver(FLAVOURS["hybrid"], policies=[registration], config=ContextCacheConfig())
+    driver.begin(prompt_below(50, 6))
+    coordinator, request = driver.coordinator, driver.request
+    assert coordinator.prepare_prefill(request) is OK
+    assert coordinator.finalize_prefill_publication(request, [Advance([5], 6)]) is REQUEST_FAILED
+    assert request.impl.sequences[0].staged_hybrid_publication is None
+    assert coordinator.metrics().policy_failures == 1
+    assert coordinator.finish(request) is OK
+    require_baseline(coordinator)
+
+
+def test_a_policy_is_renewed_for_the_profile_of_the_deployment():
+    seen = []
+
+    def matches(profile, spec):
+        seen.append((profile, spec))
+        return profile is not None
+
+    rig = Rig(policies=[PolicyRegistration("test", misbehaving("chunk"), matches, 0, "test")])
+    handle = rig.container()
+    rig.join(handle, prompt(6), 0)
+    seen.clear()
+    rig.chunk(handle, 0, 4)
+    assert rig.coordinator.metrics().policy_failures == 1
+    assert seen == [(rig.coordinator.profile, False)]
+    assert handle.impl.policy.name != "ledger-only"
+    rig.coordinator.finish(handle)
+
+
+def test_a_policy_may_not_touch_another_request_during_its_hook():
+    caught = []
+
+    class Nosy(BaseEndpointPolicy):
+        def on_prefill_chunk(self, request, slot):
+            with pytest.raises(ContractViolation) as error:
+                self.publish_ready_endpoint(other, 0, PublicationPoint.PREFILL_CHUNK)
+            caught.append(str(error.value))
+
+    rig = rig_with(Nosy)
+    other = rig.container()
+    rig.join(other, prompt(6), 0)
+    handle = rig.container()
+    rig.join(handle, prompt(6, 2), 1)
+    rig.chunk(handle, 0, 6)
+    assert len(caught) == 1
+    rig.coordinator.finish(handle)
+    rig.coordinator.finish(other)
+
+
+def forgetful(**hooks):
+    return PolicyRegistration(
+        "test", type("Forgetful", (BaseEndpointPolicy,), hooks), lambda profile, spec: True, 0, "t"
+    )
+
+
+def publishes_nothing(self, request, slot):
+    """A chunk hook for draft state, whose blocks nobody has to publish before the prompt is complete."""
+
+
+def test_a_checkpoint_that_a_chunk_hook_forgot_to_publish_is_a_fault():
+    def on_prefill_chunk(self, request, slot):
+        length = request.sequence(slot).committed_state_length
+        assert self.reserve_hybrid_capture(request, slot, length, PublicationPoint.PREFILL_CHUNK)
+
+    registration = forgetful(on_prefill_chunk=on_prefill_chunk)
+    driver = ToyDriver(FLAVOURS["hybrid"], policies=[registration], config=ContextCacheConfig())
+    sequence = driver.admit(prompt_below(50, 9))
+    coordinator, request = driver.coordinator, driver.request
+    assert coordinator.prepare_decode_step(request, driver.headroom, []) is OK
+    assert coordinator.advance_prefill(request, driver.index(sequence), 4) is OK
+    assert coordinator.metrics().policy_failures == 1
+    assert bool(request.impl.lengths.silenced[0]) is True
+    assert request.impl.sequences[0].staged_hybrid_publication is None
+
+
+def test_a_frozen_prompt_that_a_policy_forgot_to_publish_is_a_fault_once_it_is_proven():
+    def on_sequence_finalized(self, request, slot):
+        self.freeze_prefill(request, slot)
+
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        self.apply(request, advances)
+        self.set_common(request, common_state_lengths)
+        self.mark_resolved(request)
+        return OK
+
+    registration = forgetful(
+        on_prefill_chunk=publishes_nothing,
+        on_sequence_finalized=on_sequence_finalized,
+        on_decode_completed=on_decode_completed,
+    )
+    driver = ToyDriver(FLAVOURS["eagle"], policies=[registration], config=ContextCacheConfig())
+    for number in (1, 2):
+        driver.prefill(driver.admit([token % 50 for token in prompt(6, number)]))
+    lengths, sequences = driver.request.impl.lengths, driver.request.impl.sequences
+    assert [sequence.frozen_spec_prefill_length for sequence in sequences] == [6, 6]
+    assert driver.coordinator.metrics().policy_failures == 0  # nobody has proven either yet
+    driver.step([driver.live[2]])
+    assert driver.coordinator.metrics().policy_failures == 1
+    assert lengths.silenced[:2].tolist() == [False, True]
+    assert [sequence.frozen_spec_prefill_length for sequence in sequences] == [6, None]
+    assert driver.coordinator.finish(driver.request) is OK  # whose hook forgets the first as well
+    assert driver.coordinator.metrics().policy_failures == 2
+
+
+def test_a_frozen_prompt_that_a_policy_forgot_at_the_end_is_a_fault():
+    def on_sequence_finalized(self, request, slot):
+        self.freeze_prefill(request, slot)
+
+    def on_terminalize(self, request):
+        return OK
+
+    registration = forgetful(
+        on_prefill_chunk=publishes_nothing, on_sequence_finalized=on_sequence_finalized, on_terminalize=on_terminalize
+    )
+    driver = ToyDriver(FLAVOURS["eagle"], policies=[registration], config=ContextCacheConfig())
+    driver.prefill(driver.admit(prompt_below(50, 6)))
+    assert driver.request.impl.sequences[0].frozen_spec_prefill_length == 6
+    assert driver.coordinator.finish(driver.request) is OK
+    assert driver.coordinator.metrics().policy_failures == 1
+
+
+def test_a_fault_in_placing_checkpoints_is_charged_to_that_request():
+    seen = []
+
+    def plan_checkpoints(self, context):
+        seen.append(self.coordinator.hook_request)
+        raise RuntimeError("a bug in a plugin")
+
+    registration = forgetful(plan_checkpoints=plan_checkpoints)
+    driver = ToyDriver(FLAVOURS["hybrid"], policies=[registration], config=ContextCacheConfig())
+    driver.admit(prompt_below(50, 9))
+    impl = driver.request.impl
+    assert seen == [impl]
+    assert driver.coordinator.hook_request is None
+    assert (bool(impl.lengths.silenced[0]), driver.coordinator.metrics().policy_failures) == (True, 1)
+
+
+def test_a_checkpoint_that_a_decode_hook_forgot_is_charged_to_its_sequence_alone():
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        self.apply(request, advances)
+        if participants(advances):
+            assert self.reserve_hybrid_capture(request, 0, 7, PublicationPoint.DECODE_BLOCK)
+        self.mark_resolved(request)
+        return OK
+
+    registration = forgetful(on_decode_completed=on_decode_completed)
+    driver = ToyDriver(FLAVOURS["hybrid"], policies=[registration], config=ContextCacheConfig())
+    for number in (1, 2):
+        driver.prefill(driver.admit([token % 50 for token in prompt(6, number)]))
+    driver.step()
+    assert driver.coordinator.metrics().policy_failures == 1
+    assert driver.request.impl.lengths.silenced[:2].tolist() == [True, False]
+    assert driver.request.impl.sequences[0].staged_hybrid_publication is None
+
+
+def test_a_plain_batch_awaits_no_draft_initialisation():
+    def on_prefill_finalized(self, request, advances, common_state_lengths):
+        self.apply(request, advances)
+        self.begin_draft_init(request)
+
+    rig = Rig(policies=[forgetful(on_prefill_finalized=on_prefill_finalized)])
+    request = rig.begun(rig.admission(prompt(6), 0))
+    assert rig.coordinator.prepare_prefill(request) is OK
+    assert rig.coordinator.finalize_prefill_publication(request, [Advance([5], 6)]) is REQUEST_FAILED
+    assert rig.coordinator.metrics().policy_failures == 1
+    assert rig.coordinator.finish(request) is OK
+
+
+def test_a_draft_initialisation_ends_with_the_first_step_of_its_batch():
+    def on_prefill_finalized(self, request, advances, common_state_lengths):
+        self.apply(request, advances)
+        self.set_common(request, common_state_lengths)
+        self.begin_draft_init(request)
+
+    def on_decode_completed(self, request, advances, publishable_completed_slots, common_state_lengths):
+        self.apply(request, advances)
+        self.set_common(request, common_state_lengths)
+        return OK
+
+    registration = forgetful(on_prefill_finalized=on_prefill_finalized, on_decode_completed=on_decode_completed)
+    driver = ToyBatchDriver(FLAVOURS["eagle"], policies=[registration], config=ContextCacheConfig())
+    driver.begin(prompt_below(50, 6))
+    coordinator, request = driver.coordinator, driver.request
+    assert coordinator.prepare_prefill(request) is OK
+    assert coordinator.finalize_prefill_publication(request, [Advance([5], 6)], [6]) is OK
+    assert request.impl.awaiting_first_spec_completion() is True
+    assert coordinator.prepare_decode_step(request, driver.headroom) is OK
+    assert coordinator.complete_decode_step(request, [Advance([1, 2], 8)], (), [7]) is REQUEST_FAILED
+    assert coordinator.metrics().policy_failures == 1
+    assert coordinator.finish(request) is OK
+
+
+def test_a_slow_hook_is_charged_to_the_sequence_it_was_about(monkeypatch):
+    ticks = iter(range(0, 10**15, 2 * 10**9))
+    rig = Rig(policy_deadline_seconds=1.0)
+    handle = rig.container()
+    for slot in (0, 1):
+        rig.join(handle, prompt(6, slot + 1), slot)
+    monkeypatch.setattr("edgellm.cache.policy_calls.time.perf_counter_ns", lambda: next(ticks))
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    assert rig.coordinator.advance_prefill(handle, 1, 4) is OK
+    assert [sequence.policy_overruns for sequence in handle.impl.sequences] == [0, 1]
+    assert rig.coordinator.metrics().policy_deadline_overruns == 1
+
+
+def test_a_decode_step_publishes_no_blocks_of_an_incomplete_prompt():
+    registration = forgetful(on_prefill_chunk=publishes_nothing)
+    rig = Rig(policies=[registration])
+    handle = rig.container()
+    rig.join(handle, prompt(9), 0)
+    rig.join(handle, prompt(6, 2), 1)
+    rig.chunk(handle, 0, 8)  # two whole blocks, and one token to come
+    rig.chunk(handle, 1, 6)
+    assert rig.coordinator.metrics().published_blocks == 1  # of the complete prompt
+    rig.decode(handle, hold=[0])
+    rig.decode(handle, hold=[0])
+    assert [sequence.published_full_block_count for sequence in handle.impl.sequences] == [0, 2]
+    assert rig.coordinator.metrics().policy_failures == 0
+    rig.chunk(handle, 0, 1)
+    assert handle.sequence(0).published_full_block_count == 2
+    rig.coordinator.finish(handle)
+
+
+def test_a_batch_whose_policy_was_at_fault_before_its_prompts_end_goes_on_unpublished():
+    def plan_checkpoints(self, context):
+        raise RuntimeError("a bug in a plugin")
+
+    registration = forgetful(plan_checkpoints=plan_checkpoints)
+    driver = ToyBatchDriver(FLAVOURS["hybrid"], policies=[registration], config=ContextCacheConfig())
+    driver.begin(prompt_below(50, 6), prompt_below(50, 9))
+    driver.prefill_batch()
+    states = [driver.request.sequence(index) for index in (0, 1)]
+    assert [(state.committed_state_length, state.num_tokens) for state in states] == [(6, 7), (9, 10)]
+    assert driver.request.impl.has_pending_device_work() is False
+    assert (driver.coordinator.metrics().policy_failures, driver.coordinator.metrics().published_blocks) == (2, 0)
+    assert driver.request.impl.finishing() is False
+    driver.step()
+    driver.finish_batch()
+    driver.close()
+
+
+def test_where_no_policy_can_be_built_again_the_others_go_on_unpublished_and_uncharged():
+    faulty = misbehaving("chunk", when=lambda self, request, slot=None: slot == 0)
+
+    class Once(faulty):
+        broken = False
+
+        def __init__(self, coordinator):
+            if type(self).broken:
+                raise RuntimeError("a second time")
+            super().__init__(coordinator)
+
+    rig = rig_with(Once)
+    handle = rig.container()
+    for slot in (0, 1):
+        rig.join(handle, prompt(6, slot + 1), slot)
+    Once.broken = True
+    rig.chunk(handle, 0, 6)
+    assert handle.impl.policy.name == "ledger-only"
+    rig.chunk(handle, 1, 6)
+    for _ in range(3):
+        rig.decode(handle)
+    assert rig.coordinator.metrics().policy_failures == 1
+    assert handle.impl.lengths.silenced[:2].tolist() == [True, False]
+    assert [sequence.committed_state_length for sequence in handle.impl.sequences] == [9, 9]
+    assert rig.coordinator.metrics().published_blocks == 0
+    assert rig.coordinator.finish(handle) is OK

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from coordinator_rig import HEADROOM, OK, Rig, all_policies
 
+from edgellm._core.page_table import KVPageTable
 from edgellm.builtin.base_endpoint import BaseEndpointPolicy
-from edgellm.cache import endpoints, snapshots, spec_endpoints
-from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
+from edgellm.cache import acquire, endpoints, joining, snapshots, spec_endpoints
+from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances, participants, took_part
 from edgellm.cache.binding import RowBinder, Rows
 from edgellm.cache.boundary import check_boundary
-from edgellm.cache.policy_calls import name_of
+from edgellm.cache.coordinator import ContextCacheCoordinator
+from edgellm.cache.policy_calls import charge_time, name_of
 from edgellm.cache.request import RequestHandle
 from edgellm.cache.types import (
+    AcquireStatus,
     ContextCacheCommitPolicy,
     ContextCacheConfig,
     ContextCacheCoordinatorStatus,
     ContextCacheLookupPolicy,
+    ContextCachePhysicalResources,
     ContextCacheSequenceAdvance,
     DecodingKvHeadroom,
     Hash128,
@@ -26,8 +32,10 @@ from edgellm.cache.types import (
     ReuseStopReason,
 )
 from edgellm.errors import ContractViolation, InvalidArgumentError, InvariantError, PluginError
+from edgellm.plugins import PolicyRegistration
 from edgellm.session.types import ResidentRef
 from edgellm.testing.recount import recount
+from edgellm.testing.toy_batch_driver import ToyBatchDriver
 from edgellm.testing.toy_driver import FLAVOURS, ToyDriver
 from edgellm.testing.toy_model import HIDDEN_WIDTH
 
@@ -766,3 +774,308 @@ def test_an_admission_names_the_field_that_is_wrong(field, value, name):
     with pytest.raises(InvalidArgumentError, match=rf"^{name} is "):
         rig.join(handle, prompt(6), 0, **{field: value})
     assert handle.num_sequences == 0
+
+
+@pytest.mark.parametrize("reserve", [-1, 1.0, True, "2"])
+def test_reserved_pages_are_a_count(reserve):
+    rig = Rig()
+    handle = rig.container()
+    with pytest.raises(InvalidArgumentError, match=r"reserve_pages is .*; pass an integer of 0 or more"):
+        rig.coordinator.admit_sequence(handle, rig.admission(prompt(6), 0), HEADROOM, reserve_pages=reserve)
+    assert (handle.num_sequences, rig.free()) == (0, 16)
+
+
+def test_who_took_part_accepted_a_token_and_zero_is_one():
+    advances = OneTokenAdvances([0, HOLD_TOKEN, 1, 2])
+    assert [took_part(advances, slot) for slot in range(4)] == [True, False, True, True]
+    assert participants(advances) == [0, 2, 3]
+
+
+def test_a_recurrent_deployment_can_hold_any_prompt():
+    driver = driver_for("recurrent")
+    assert joining._may_ever_fit(driver.coordinator, 10**6, HEADROOM) is True
+    assert joining._may_ever_fit(Rig().coordinator, 10**6, HEADROOM) is False
+
+
+def test_a_speculative_joiner_with_media_reuses_and_publishes_nothing():
+    media = [Hash128(7, place) for place in range(9)]
+    for flavour, reused, publishes in (("eagle", 0, False), ("attention", 8, True)):
+        driver = driver_for(flavour)
+        for _ in range(2):
+            sequence = driver.admit(prompt(9), media=media)
+            assert bool(driver.request.impl.lengths.publishes[driver.index(sequence)]) is publishes
+            driver.prefill(sequence)
+        assert sequence.reuse.reused_tokens == reused
+        driver.close()
+
+
+def test_a_joiner_with_a_time_to_live_can_be_retracted():
+    rig = Rig()
+    handle = rig.container()
+    assert rig.join(handle, prompt(6), 0, retention=Retention(ttl_seconds=5.0)).status is OK
+    assert rig.coordinator.retract_sequence_admission(handle) is True
+    assert (handle.num_sequences, rig.free(), rig.coordinator.poisoned) == (0, 16, False)
+    recount(rig.coordinator)
+
+
+def test_pages_are_copied_by_32_bit_numbers():
+    rig = Rig()
+    rig.run(prompt(9), 1)
+    handle = rig.container()
+    copy_pages, dtypes = rig.executor.kv_cache.copy_pages, []
+
+    def record(sources, targets):
+        dtypes.append((sources.dtype.name, targets.dtype.name))
+        copy_pages(sources, targets)
+
+    rig.executor.kv_cache.copy_pages = record
+    assert rig.join(handle, [*prompt(7), 40, 41], 0).prefill_start == 7
+    assert dtypes == [("int32", "int32")]
+
+
+def test_plans_are_counted_by_kind():
+    rig = Rig(num_pages=64)
+    kinds = ("no_reusable_prefix_plans", "standard_plans", "full_input_rewind_plans")
+    counted = []
+    for tokens in (prompt(8), [*prompt(8), 41], prompt(8), [*prompt(8), 42], prompt(8), prompt(8, 4), prompt(8, 5)):
+        rig.run(tokens, 1)
+        counted.append(tuple(getattr(rig.coordinator.metrics(), kind) for kind in kinds))
+    assert counted == [(1, 0, 0), (1, 1, 0), (1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (3, 2, 2)]
+
+
+def test_planning_is_timed():
+    rig = Rig()
+    before = time.perf_counter_ns()
+    rig.run(prompt(9), 1)
+    assert 0 < rig.coordinator.metrics().planning_nanoseconds < time.perf_counter_ns() - before
+
+
+def test_an_expiry_is_a_time_of_the_coordinators_clock():
+    rig = Rig()
+    assert rig.coordinator.expiry_in_use is False
+    assert acquire.expiry_of(rig.coordinator, Retention()) == 0
+    assert rig.coordinator.expiry_in_use is False
+    assert acquire.expiry_of(rig.coordinator, Retention(ttl_seconds=5)) == 5_000_000_000
+    assert rig.coordinator.expiry_in_use is True
+    assert acquire.expiry_of(rig.coordinator, Retention(ttl_seconds=1e-12)) == 1  # 0 is never
+    rig.clock.seconds = 2.5
+    assert acquire.expiry_of(rig.coordinator, Retention(ttl_seconds=0.25)) == 2_750_000_000
+
+
+def test_the_draft_headroom_of_one_token_is_leased():
+    driver = driver_for("eagle")
+    admission = driver.admission(prompt(8), ResidentRef(0, 1))
+    headroom = DecodingKvHeadroom(1, 1)
+    assert driver.coordinator.admit_sequence(driver.request, admission, headroom).status is OK
+    lease = driver.request.impl.leases[0]
+    assert (lease.num_base_pages, lease.num_draft_pages) == (3, 3)
+
+
+def test_a_recurrent_sequence_is_covered_to_the_end_of_its_row():
+    driver = driver_for("recurrent")
+    driver.admit(prompt(8))
+    lengths = driver.request.impl.lengths
+    assert (int(lengths.coverage[0]), int(lengths.draft_coverage[0])) == (driver.coordinator.row_capacity_tokens, 0)
+
+
+def test_a_lease_that_is_gone_is_let_go_of_in_silence():
+    rig = Rig()
+    handle = rig.container()
+    rig.join(handle, prompt(6), 0, retention=Retention(ttl_seconds=5.0))
+    sequence = handle.impl.sequences[0]
+    sequence.lease.release()
+    acquire.let_go(rig.coordinator, sequence)
+    assert rig.free() == 16
+
+
+def test_the_first_and_the_last_length_of_a_prompt_are_boundaries_and_its_whole_length_a_tail():
+    rig = Rig()
+    handle = rig.container()
+    fields = {"replay_tail_length": 6, "checkpoint_boundaries": [1, 6]}
+    assert rig.join(handle, prompt(6), 0, **fields).status is OK
+    for fields in ({"replay_tail_length": 7}, {"checkpoint_boundaries": [0]}, {"checkpoint_boundaries": [7]}):
+        with pytest.raises(InvalidArgumentError):
+            rig.join(handle, prompt(6), 1, **fields)
+    with pytest.raises(InvalidArgumentError, match=r"slot 4 is not in \[0, 4\)"):
+        rig.join(handle, prompt(6), 4)
+    for seconds in (True, False, "5", 0, -1.0):
+        with pytest.raises(InvalidArgumentError, match="ttl_seconds"):
+            rig.join(handle, prompt(6), 1, retention=Retention(ttl_seconds=seconds))
+    assert handle.num_sequences == 1
+
+
+def test_a_bypass_says_so_in_its_report():
+    rig = Rig()
+    rig.run(prompt(9), 1)
+    report = rig.run(prompt(9), 1, lookup=ContextCacheLookupPolicy.BYPASS)[1]
+    assert (report.reused_tokens, report.stop_reason, report.stop_position) == (0, ReuseStopReason.BYPASS, 0)
+
+
+def test_a_mirror_is_sent_the_table_and_the_rows_that_changed():
+    rig, sent = Rig(), []
+    rig.mirror.upload_rows = lambda rows, slots: sent.append((rows, list(slots)))
+    rig.join(rig.container(), prompt(6), 2)
+    ((rows, slots),) = sent
+    assert (rows.tolist(), slots) == (rig.table.rows.tolist(), [2])
+
+
+def test_a_coordinator_is_built_of_what_it_is_given():
+    driver, seen = driver_for("eagle"), []
+    given = driver.coordinator
+    mirror, draft_mirror = object(), object()
+
+    class Policy(BaseEndpointPolicy):
+        def __init__(self, coordinator):
+            seen.append(coordinator)
+            super().__init__(coordinator)
+
+    common = (given.config, given.deployment, given.profile, given.resources, given.stream)
+    registration = PolicyRegistration("test", Policy, lambda profile, spec: True, 0, "test")
+    built = ContextCacheCoordinator(*common, policies=[registration], mirror=mirror, draft_mirror=draft_mirror)
+    assert seen == [built, built]  # one for plain requests, one for speculative
+    assert (built.rows.base._mirror, built.rows.draft._mirror) == (mirror, draft_mirror)
+    loaded = ContextCacheCoordinator(
+        ContextCacheConfig(),
+        given.deployment,
+        FLAVOURS["attention"],
+        ContextCachePhysicalResources(
+            base_cache=given.resources.base_cache, base_page_table=given.resources.base_page_table
+        ),
+        given.stream,
+    )
+    assert "base-endpoint" in {registration.name for registration in loaded.registrations}
+
+
+def test_a_recurrent_deployment_writes_no_rows_even_of_a_table_that_it_is_given():
+    rig, driver = Rig(), driver_for("recurrent")
+    given = driver.coordinator
+    table = KVPageTable(given.deployment.max_batch_size, given.deployment.pages_per_slot, 16)
+    storage = given.resources.snapshot_storage
+    resources = ContextCachePhysicalResources(base_cache=None, base_page_table=table, snapshot_storage=storage)
+    common = (given.config, given.deployment, given.profile, resources, given.stream)
+    assert ContextCacheCoordinator(*common, policies=all_policies()).rows.base is None
+    assert rig.coordinator.rows.base.table is rig.table
+    assert rig.container().refused_slot is None
+
+
+def test_a_coordinator_dropped_with_live_requests_logs_their_number(caplog):
+    rig = Rig()
+    rig.coordinator.__del__()
+    ContextCacheCoordinator.__new__(ContextCacheCoordinator).__del__()  # its constructor refused
+    assert caplog.messages == []
+    handle = rig.container()
+    rig.coordinator.__del__()
+    assert caplog.messages == ["a coordinator was dropped with 1 live requests"]
+    rig.coordinator.finish(handle)
+
+
+def test_a_collected_handle_marks_its_request_for_the_next_call():
+    RequestHandle.__new__(RequestHandle).__del__()  # its constructor refused
+    RequestHandle().__del__()  # holds no request
+    rig = Rig()
+    handle = rig.container()
+    impl = handle.impl
+    assert (impl.dropped, rig.coordinator._has_dropped) == (False, False)
+    handle.__del__()
+    assert (impl.dropped, rig.coordinator._has_dropped) == (True, True)
+    other = rig.container()  # any call
+    assert (rig.coordinator._has_dropped, rig.coordinator.active_requests) == (False, 1)
+    rig.coordinator.finish(other)
+
+
+def test_a_sequence_that_ends_at_a_whole_block_without_anything_new_publishes_nothing():
+    rig = Rig()
+    handle = joined(rig, 8)
+    counted = rig.coordinator.metrics()
+    assert counted.published_blocks == 2
+    rig.decode(handle, completed=[0], hold=[0])
+    assert rig.coordinator.metrics() == counted
+    assert bool(handle.impl.lengths.sealed[0]) is False
+
+
+def test_a_checkpoint_captured_behind_a_chunk_that_came_to_nothing_is_given_up():
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9))
+    coordinator, impl = driver.coordinator, driver.request.impl
+    free = coordinator.manager.pools.recurrent.free_count
+    assert coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    assert snapshots.reserve_capture(coordinator, impl, 0, 8, PublicationPoint.PREFILL_CHUNK) is True
+    snapshots.enqueue_capture(coordinator, impl, 0)
+    assert coordinator.manager.pools.recurrent.free_count == free - 1
+    assert coordinator.complete_decode_step(driver.request, OneTokenAdvances([HOLD_TOKEN])) is OK
+    assert impl.sequences[0].staged_hybrid_publication is None
+    assert coordinator.manager.pools.recurrent.free_count == free
+
+
+def test_a_policy_that_is_too_slow_loses_what_it_staged():
+    config = ContextCacheConfig(policy_deadline_seconds=1.0)
+    driver = ToyDriver(FLAVOURS["hybrid"], policies=all_policies(), config=config)
+    driver.admit(prompt(9))
+    coordinator, impl = driver.coordinator, driver.request.impl
+    free = coordinator.manager.pools.recurrent.free_count
+    assert snapshots.reserve_capture(coordinator, impl, 0, 8, PublicationPoint.PREFILL_CHUNK) is True
+    for overruns in (1, 2, 3):
+        charge_time(coordinator, impl, lambda: [0], 1_000_000_000)  # the whole deadline is in time
+        charge_time(coordinator, impl, lambda: [0], 1_000_000_001)
+        assert coordinator.metrics().policy_deadline_overruns == overruns
+        assert bool(impl.lengths.silenced[0]) is (overruns == 3)
+    assert impl.sequences[0].staged_hybrid_publication is None
+    assert coordinator.manager.pools.recurrent.free_count == free
+
+
+@pytest.mark.parametrize("token", [0, 1])
+def test_any_token_needs_a_complete_prompt_that_goes_on(token):
+    rig = Rig()
+    handle = rig.container()
+    rig.join(handle, prompt(6), 0)
+    assert rig.coordinator.prepare_decode_step(handle, HEADROOM, []) is OK
+    with pytest.raises(InvalidArgumentError, match=f"^slot 0 cannot accept token {token}: it has 6 tokens"):
+        rig.coordinator.complete_decode_step(handle, OneTokenAdvances([token]))
+    assert rig.coordinator.complete_decode_step(handle, OneTokenAdvances([HOLD_TOKEN])) is OK
+
+
+def test_a_finished_prompt_is_not_prepared_again():
+    rig = Rig()
+    request = rig.begun(rig.admission(prompt(6), 0))
+    rig.prefill(request)
+    assert request.impl.has_pending_device_work() is False
+    with pytest.raises(ContractViolation, match=r"^prepare_prefill needs an admitted request"):
+        rig.coordinator.prepare_prefill(request)
+
+
+def test_an_acquisition_says_what_became_of_it_and_keeps_nothing_back():
+    rig = Rig(num_pages=2)
+    how = {"lookup_policy": ContextCacheLookupPolicy.USE_CACHE, "headroom": HEADROOM, "speculative_request": False}
+    fits = acquire.acquire_sequence(rig.coordinator, rig.admission(prompt(7), 0), **how)
+    assert (fits.status, rig.free()) == (AcquireStatus.ACQUIRED, 0)
+    refused = acquire.acquire_sequence(rig.coordinator, rig.admission(prompt(7), 1), **how)
+    assert (refused.status, refused.lease) == (AcquireStatus.INSUFFICIENT_CAPACITY, None)
+    fits.lease.release()
+
+
+def test_a_batch_may_take_every_page_of_both_pools():
+    config = ContextCacheConfig(policy_deadline_seconds=None)
+    pools = {"num_pages": 3, "num_draft_pages": 3, "max_kv_capacity": 12}
+    driver = ToyBatchDriver(FLAVOURS["eagle"], policies=all_policies(), config=config, **pools)
+    assert driver.begin(prompt(6)) is not None  # 6 tokens and 4 of headroom in pages of 4
+    pages = driver.coordinator.manager.pools
+    assert (pages.base.free_count, pages.draft.free_count) == (0, 0)
+    driver.abandon_batch()
+    driver.close()
+
+
+@pytest.mark.parametrize(("flavour", "pinned"), [("hybrid", False), ("mtp", True)])
+def test_a_plain_checkpoint_taken_over_in_flight_is_unpinned_at_once(flavour, pinned):
+    config = ContextCacheConfig(policy_deadline_seconds=None, checkpoint_interval_tokens=8)
+    driver = ToyDriver(FLAVOURS[flavour], policies=all_policies(), config=config)
+    first, second = (driver.admit(prompt(20)) for _ in range(2))
+    driver.prefill_chunk(first, 16)
+    assert driver.coordinator.rebind_prefill(driver.request, driver.index(second)) == 16
+    lease = driver.request.sequence(driver.index(second)).lease
+    assert (lease.recurrent_snapshot_slot is not None) is pinned
+
+
+def test_the_ledger_counts_in_integers():
+    lengths = Rig().container().impl.lengths
+    kinds = {name: getattr(lengths, name).dtype.name for name in ("committed", "num_tokens", "coverage", "finalized")}
+    assert kinds == {"committed": "int64", "num_tokens": "int64", "coverage": "int64", "finalized": "bool"}

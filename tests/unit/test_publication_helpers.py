@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from coordinator_rig import HEADROOM, OK, VOCAB, Rig, all_policies
 
-from edgellm.cache import endpoints, rebind, snapshots, spec_endpoints
+from edgellm.cache import boundary, endpoints, rebind, snapshots, spec_endpoints
 from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances
 from edgellm.cache.policy_step import PolicyStep
 from edgellm.cache.types import (
@@ -17,11 +17,13 @@ from edgellm.cache.types import (
     ContextCacheConfig,
     ContextCacheLookupPolicy,
     ContextCacheSequenceAdvance,
+    HybridCheckpointKey,
     PublicationPoint,
     ReuseReport,
     ReuseStopReason,
 )
 from edgellm.errors import ContractViolation, InvalidArgumentError
+from edgellm.testing.toy_batch_driver import ToyBatchDriver
 from edgellm.testing.toy_driver import FLAVOURS, ToyDriver
 
 
@@ -387,3 +389,69 @@ def test_restores_are_counted():
     for count in (1, 2):
         driver.admit([*prompt(9), count])
         assert driver.coordinator.metrics().hybrid_restores == count
+
+
+def test_a_checkpoint_is_known_by_exactly_its_tokens():
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9))
+    sequence = driver.request.impl.sequences[0]
+    assert snapshots.exact_key(sequence, 6) == HybridCheckpointKey(sequence.chain.prefix_hash(6), 6)
+    assert snapshots.exact_key(sequence, 6) != HybridCheckpointKey(sequence.chain.prefix_hash(7), 6)
+
+
+def test_answers_that_are_not_to_be_kept_are_skipped_before_their_lengths_are_checked():
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9), commit=ContextCacheCommitPolicy.PREFILL_STATE_ONLY)
+    coordinator, impl = driver.coordinator, driver.request.impl
+    for reserve in (snapshots.reserve_hybrid_capture, snapshots.reserve_capture):
+        assert reserve(coordinator, impl, 0, 99, PublicationPoint.DECODE_END) is False
+        with pytest.raises(InvalidArgumentError, match="a checkpoint at 99"):
+            reserve(coordinator, impl, 0, 99, PublicationPoint.PREFILL_END)
+
+
+def test_a_capture_that_was_copied_is_only_waited_for():
+    driver = driver_for("hybrid")
+    driver.admit(prompt(9))
+    coordinator, impl = driver.coordinator, driver.request.impl
+    assert coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    assert snapshots.reserve_capture(coordinator, impl, 0, 8, PublicationPoint.PREFILL_CHUNK) is True
+    snapshots.enqueue_capture(coordinator, impl, 0)
+    waits = driver.sync.calls
+    assert snapshots.capture_staged(coordinator, impl) is OK  # its ledger stands at 0, and nothing is copied again
+    assert driver.sync.calls == waits + 1
+    assert impl.has_pending_device_work() is False
+
+
+def test_a_wait_in_the_middle_of_a_step_leaves_it_pending():
+    driver = driver_for("mtp")
+    driver.admit(prompt(9))
+    coordinator, impl = driver.coordinator, driver.request.impl
+    assert coordinator.prepare_decode_step(driver.request, driver.headroom, []) is OK
+    assert impl.has_pending_device_work() is True
+    assert boundary._wait(coordinator, impl) is OK
+    assert impl.has_pending_device_work() is True
+    impl.mark_device_work_resolved_without_sync()
+    assert boundary._wait(coordinator, impl) is OK
+    assert impl.has_pending_device_work() is False
+
+
+def test_a_boundary_behind_a_whole_block_offers_that_block():
+    driver = driver_for("mtp")
+    sequence = driver.admit(prompt(20), checkpoint_boundaries=[5])
+    driver.prefill_chunk(sequence, 5)
+    state = driver.request.sequence(0)
+    assert (state.published_exact_length, int(driver.request.impl.lengths.offered_blocks[0])) == (5, 1)
+    driver.close()
+
+
+def test_a_speculative_batch_is_unproven_until_its_first_verification():
+    driver = ToyBatchDriver(
+        FLAVOURS["eagle"], policies=all_policies(), config=ContextCacheConfig(policy_deadline_seconds=None)
+    )
+    driver.begin(prompt(6), prompt(7, 2))
+    driver.prefill_batch()
+    unproven = driver.request.impl.lengths.draft_unproven
+    assert unproven[:2].tolist() == [True, True]
+    driver.step()
+    assert unproven[:2].tolist() == [False, False]
+    driver.close()
