@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +19,32 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from edgellm.async_engine import AsyncEngine
-    from edgellm.bench_serve.measure import Sample
+    from edgellm.bench_serve.measure import Sample, Summary
     from edgellm.bench_serve.workload import PlannedRequest, RecordedOptions, SyntheticOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayOptions:
+    """How a workload is played.
+
+    Attributes:
+        clients: so many send one request after the other; None sends each at its arrival.
+        warmup: requests that run before and are not counted.
+        timeout: seconds of each request; None does not limit it.
+    """
+
+    clients: int | None
+    warmup: int
+    timeout: float | None
+
+    def __post_init__(self) -> None:
+        if self.clients is not None and self.clients < 1:
+            raise InvalidArgumentError(f"--clients is {self.clients}; it must be at least 1")
+        if self.warmup < 0:
+            raise InvalidArgumentError(f"--warmup is {self.warmup}; it must be 0 or more")
+        if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0):
+            raise InvalidArgumentError(f"--timeout is {self.timeout}; it must be above 0 seconds")
+
 
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
 
@@ -102,20 +127,20 @@ def serve(
         "step_time_budget_ms": step_time_budget_ms,
         "max_pending_requests": max(256, requests),
     }
-    run(options, engine_options, out, err, clients=clients, warmup=warmup, timeout=timeout, files=(json_path, plot))
+    how = PlayOptions(clients=clients, warmup=warmup, timeout=timeout)
+    if not run(options, engine_options, how, out, err, files=(json_path, plot)).completed:
+        raise typer.Exit(1)
 
 
 def run(
     options: SyntheticOptions | RecordedOptions,
     engine_options: dict[str, Any],
+    how: PlayOptions,
     out: Console,
     err: Console,
     *,
-    clients: int | None,
-    warmup: int,
-    timeout: float | None,
     files: tuple[Path | None, Path | None],
-) -> None:
+) -> Summary:
     """Load, play, show, write.
 
     Args:
@@ -128,7 +153,7 @@ def run(
     with fetch_progress(err, DEFAULT_MODEL) as on_fetch, load_progress(err) as on_load:
         engine = AsyncEngine(**engine_options, on_fetch=on_fetch, on_load=on_load)
         asyncio.run(engine.start())
-    samples = asyncio.run(_measure(engine, options, err, clients=clients, warmup=warmup, timeout=timeout))
+    samples = asyncio.run(_measure(engine, options, how, err))
     summary = summarise(samples)
     kind = type(options).__name__.removesuffix("Options").lower()
     title = f"{kind} workload, {Path(engine_options['model']).name}"
@@ -140,9 +165,9 @@ def run(
     settings = {
         "workload": kind,
         **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
-        "clients": clients,
-        "warmup": warmup,
-        "timeout_seconds": timeout,
+        "clients": how.clients,
+        "warmup": how.warmup,
+        "timeout_seconds": how.timeout,
         "engine": engine_options,
     }
     json_path, plot_path = files
@@ -150,25 +175,20 @@ def run(
         report.write_json(json_path, report.as_plain(summary, samples, settings))
     if plot_path is not None:
         report.write_plot(plot_path, samples, title)
+    return summary
 
 
 async def _measure(
-    engine: AsyncEngine,
-    options: SyntheticOptions | RecordedOptions,
-    err: Console,
-    *,
-    clients: int | None,
-    warmup: int,
-    timeout: float | None,
+    engine: AsyncEngine, options: SyntheticOptions | RecordedOptions, how: PlayOptions, err: Console
 ) -> list[Sample]:
     from edgellm.bench_serve.driver import play, warm_up
 
     async with engine:
         workload = plan(options, engine.tokenizer.vocab_size)
         err.print(Text(engine.memory_budget.describe(), style="dim"))
-        await warm_up(engine, warmup, engine.tokenizer.vocab_size)
+        await warm_up(engine, how.warmup, engine.tokenizer.vocab_size)
         with waiting(err, f"{len(workload)} requests"):
-            return await play(engine, workload, clients=clients, timeout_seconds=timeout)
+            return await play(engine, workload, clients=how.clients, timeout_seconds=how.timeout)
 
 
 def plan(options: SyntheticOptions | RecordedOptions, vocab_size: int) -> list[PlannedRequest]:

@@ -44,7 +44,7 @@ def table_of(summary: Summary, title: str) -> Table:
     )
     for name, spread in rows:
         values = (spread.p50, spread.p90, spread.p99, spread.max, spread.mean)
-        table.add_row(name, *(f"{value:,.1f}" for value in values))
+        table.add_row(name, *(f"{value:,.1f}" if spread.count else "-" for value in values))
     return table
 
 

@@ -254,6 +254,9 @@ cdef bint _same_rows(vector[plan_row_t] *left, vector[plan_row_t] *right) noexce
 cdef class PlanIdentities(LazySequence):
     """The identities that a plan names, in plan order."""
 
+    def __init__(self):
+        raise TypeError("identities belong to a plan; take StepPlan.identities")
+
     cdef Py_ssize_t size(self) noexcept:
         return self._plan.size()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from edgellm.cache.types import ContextCacheCoordinatorStatus
 from edgellm.errors import BrokenInvariantError
+from edgellm.session.cache_status import require_ok
 from edgellm.session.types import ScheduledSequenceDescriptor, SequenceWork
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from edgellm.decoding.base import DecodingStrategy
     from edgellm.session.resident import Resident
 
-_OK = ContextCacheCoordinatorStatus.OK
 Piece = tuple["Resident", int]  # a prompt, and the length at which its piece ends
 
 
@@ -77,16 +76,14 @@ class CheckpointedPrefill:
         if self.mtp or not ends:
             return
         slots, lengths = [resident.index for resident, _ in ends], [length for _, length in ends]
-        self._require_ok(
+        require_ok(
             self._coordinator.enqueue_prefill_captures(self._request, slots, lengths), "enqueue_prefill_captures"
         )
 
     def report(self, pieces: Sequence[Piece]) -> None:
         """Pieces ran and were waited for: publish what they completed."""
         for resident, length in pieces:
-            self._require_ok(
-                self._coordinator.advance_prefill(self._request, resident.index, length), "advance_prefill"
-            )
+            require_ok(self._coordinator.advance_prefill(self._request, resident.index, length), "advance_prefill")
             resident.state_length = length
             self.publish_boundary(resident, length)
 
@@ -101,7 +98,7 @@ class CheckpointedPrefill:
                 f"checkpoint needs it"
             )
         rows = self._spread(hidden.unsqueeze(0))
-        self._require_ok(
+        require_ok(
             self._coordinator.publish_hybrid_mtp_endpoint(self._request, resident.index, length, rows, 0),
             "publish_hybrid_mtp_endpoint",
         )
@@ -111,7 +108,7 @@ class CheckpointedPrefill:
         if not self.mtp:
             return None
         row = self._decoder.new_hidden_row()
-        self._require_ok(
+        require_ok(
             self._coordinator.restore_hybrid_mtp_boundary_hidden(self._request, index, self._spread(row), 0),
             "restore_hybrid_mtp_boundary_hidden",
         )
@@ -120,10 +117,6 @@ class CheckpointedPrefill:
     def _spread(self, row: Any) -> Any:
         """(1, hidden) seen as (sequences, 1, hidden), without a copy: only one sequence's row is touched."""
         return row.unsqueeze(0).expand(self._request.num_sequences, 1, row.shape[1])
-
-    def _require_ok(self, status: ContextCacheCoordinatorStatus, call: str) -> None:
-        if status is not _OK:
-            raise BrokenInvariantError(f"{call}: the context cache answered {status.value}")
 
 
 def _part(descriptor: ScheduledSequenceDescriptor, length: int) -> ScheduledSequenceDescriptor:

@@ -24,6 +24,7 @@ from edgellm.runtime.lowering import BatchLowering
 from edgellm.sampling.state import SamplingState
 from edgellm.session._decode_lane import row_indices, sampling_states
 from edgellm.session._step_plan import StepPlan
+from edgellm.session.cache_status import require_ok
 from edgellm.session.core import SessionCore
 from edgellm.session.frame import OneTokenOutcomes, Reservation, RowOutcome, SessionState, Step
 from edgellm.session.growth import GrowthReserve, PageReserve
@@ -362,7 +363,7 @@ class RankRuntimeSession(SessionCore):
         if resident.state_length != resident.committed:
             return
         common = common_length(resident, self._runtime.decoder) if self._tracks_common else None
-        self._require_ok(
+        require_ok(
             self._coordinator.advance_prefill(self._request, resident.index, resident.committed, common),
             "advance_prefill",
         )
@@ -372,7 +373,7 @@ class RankRuntimeSession(SessionCore):
     def _commit_prompt(self, resident: Resident) -> None:
         advance = ContextCacheSequenceAdvance(resident.generated[:1], resident.committed)
         common = common_length(resident, self._runtime.decoder) if self._tracks_common else None
-        self._require_ok(
+        require_ok(
             self._coordinator.finalize_sequence_admission(self._request, resident.index, advance, common),
             "finalize_sequence_admission",
         )
@@ -399,7 +400,7 @@ class RankRuntimeSession(SessionCore):
         if step.rows is not self._order:
             token_ids = spread_tokens(len(self._order), row_indices(step.rows), token_ids)
         ended = row_indices(step.rows, ended_only=True)
-        self._require_ok(
+        require_ok(
             self._coordinator.complete_decode_step(self._request, OneTokenAdvances(token_ids), ended),
             "complete_decode_step",
         )
@@ -414,19 +415,15 @@ class RankRuntimeSession(SessionCore):
         )
         if self._tracks_common:
             commons = common_lengths(order, decoded, self._runtime.decoder)
-        self._require_ok(
+        require_ok(
             self._coordinator.complete_decode_step(self._request, advances, ended, commons), "complete_decode_step"
         )
 
-    def _require_ok(self, status: ContextCacheCoordinatorStatus, call: str) -> None:
-        if status is not _OK:
-            raise BrokenInvariantError(f"{call}: the context cache answered {status.value}")
-
     def _retire(self, retired: Sequence[Resident], old_to_new: Sequence[int], survivors: int) -> None:
-        self._require_ok(
+        require_ok(
             self._coordinator.begin_batch_compaction(self._request, old_to_new, survivors), "begin_batch_compaction"
         )
-        self._require_ok(self._coordinator.compact_batch(self._request), "compact_batch")
+        require_ok(self._coordinator.compact_batch(self._request), "compact_batch")
         self._leave_seat(retired)
 
     # ---- ending -----------------------------------------------------------------------------------------

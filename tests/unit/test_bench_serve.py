@@ -358,12 +358,34 @@ def test_the_command_runs_both_workloads_on_a_real_checkpoint(tiny_model_dir: Pa
     assert "5 tokens generated" in result.output
 
 
+def test_a_run_in_which_nothing_completes_says_so_and_fails(tiny_model_dir: Path) -> None:
+    arguments = [
+        "bench",
+        "serve",
+        "-m",
+        str(tiny_model_dir),
+        "--kv-budget",
+        "2048",
+        "--page-size",
+        "8",
+        "--warmup",
+        "0",
+    ]
+    result = CliRunner().invoke(cli.app, [*arguments, "--requests", "2", "--prompt-tokens", "100000"])
+    assert result.exit_code == 1
+    assert "0 of 2 requests completed, 2 refused" in result.output
+    assert "0.0" not in result.output.partition("0 of 2")[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--rate", "2", "--clients", "3"], "--rate and --clients exclude each other"),
         (["--prompt-tokens", "many"], "--prompt-tokens is 'many'"),
         (["--plot", "p.pdf"], "--plot is 'p.pdf'"),
+        (["--clients", "0"], "--clients is 0; it must be at least 1"),
+        (["--warmup", "-1"], "--warmup is -1; it must be 0 or more"),
+        (["--timeout", "0"], "--timeout is 0.0; it must be above 0 seconds"),
         (["--kv-budget", ""], "--kv-budget is empty"),
         (["--step-time-budget-ms", "-1", "-m", "nowhere"], "step_time_budget_ms is -1"),
     ],

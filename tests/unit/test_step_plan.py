@@ -12,7 +12,7 @@ from edgellm.engine.step_planner import LengthLedger
 from edgellm.errors import ContractViolation
 from edgellm.session._finish import FinishRule
 from edgellm.session._ledger import ResidentRow
-from edgellm.session._step_plan import StepPlan, report
+from edgellm.session._step_plan import PlanIdentities, StepPlan, report
 from edgellm.session.types import (
     FinishReason,
     RequestId,
@@ -183,3 +183,8 @@ def test_report_hands_out_what_is_new_once_and_leaves_finishers_out() -> None:
     assert deltas[0] == (ResidentRef(3, 1), TokenDelta([8, 9]))
     assert report([several])[0] == [(ResidentRef(3, 1), TokenDelta([1]))]
     assert pickle.loads(pickle.dumps(deltas)) == deltas
+
+
+def test_a_view_of_identities_is_made_by_its_plan_only():
+    with pytest.raises(TypeError, match=r"take StepPlan\.identities"):
+        PlanIdentities()
