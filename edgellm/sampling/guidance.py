@@ -44,8 +44,7 @@ class Guidance:
         self._vocab_size = vocab_size
         self._max_cached = max_cached_grammars
         self._lock = threading.Lock()
-        self._vocabulary: GuideVocabulary | None = None
-        self._engine: LLTokenizer | None = None
+        self._bound: tuple[GuideVocabulary, LLTokenizer] | None = None
         self._compiled: OrderedDict[StructuredOutput, Guide] = OrderedDict()
 
     @property
@@ -87,25 +86,39 @@ class Guidance:
         warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
         if matcher.is_error() or warnings:
             found = warnings[0] if warnings else matcher.get_error()
-            raise AdmissionError(f"{structured.mode} cannot be enforced with this model: {explain(found)}")
+            raise AdmissionError(f"{structured.mode} cannot be enforced with this model: {structured.complaint(found)}")
         # The first mask is the dearest; computed here, every guide of this form has it.
         first = Guide(matcher, vocabulary)
         reason = first.restrict(np.zeros(self._vocab_size))
         if reason:
             raise AdmissionError(f"{structured.mode}: no text has this form ({reason}); change it")
+        _check_spelling(structured, matcher, vocabulary)
         return first
 
     def _bind(self) -> tuple[GuideVocabulary, LLTokenizer]:
         from llguidance import LLTokenizer
 
-        if self._vocabulary is None or self._engine is None:
+        if self._bound is None:
             try:
                 vocabulary = read_vocabulary(self._tokenizer, self._vocab_size)
             except InvalidArgumentError as error:
                 raise AdmissionError(str(error)) from error
-            engine: LLTokenizer = LLTokenizer(vocabulary.wrapper, eos_token=list(vocabulary.end_ids))  # type: ignore[arg-type]
-            self._vocabulary, self._engine = vocabulary, engine
-        return self._vocabulary, self._engine
+            ends = sorted(vocabulary.end_ids)
+            self._bound = vocabulary, LLTokenizer(vocabulary.wrapper, eos_token=ends)  # type: ignore[arg-type]
+        return self._bound
+
+
+def _check_spelling(structured: StructuredOutput, matcher: LLMatcher, vocabulary: GuideVocabulary) -> None:
+    """Refuse a choice, or a beginning that every text of the form has, that ends nowhere but in a dead end."""
+    whole = structured.choice is not None
+    texts = [text.encode() for text in structured.choice or ()] or [matcher.compute_ff_bytes()]
+    for text in texts:
+        rest = vocabulary.wrapper.unspelled(text)
+        if rest and (whole or not vocabulary.wrapper.can_go_on(rest)):
+            raise AdmissionError(
+                f"{structured.mode}: the tokens of this model cannot spell {rest.decode(errors='replace')!r:.80} "
+                "of the required text; change it"
+            )
 
 
 class Guide:
@@ -141,18 +154,28 @@ class Guide:
         forbidden = np.unpackbits(~bits.view(np.uint8), bitorder="little")[: len(logits)].view(np.bool_)
         if not self._started and self._vocabulary.stripped is not None:
             forbidden |= self._vocabulary.stripped
+        if not self._matcher.is_accepting():
+            self._forbid_early_ends(forbidden)
         np.putmask(logits, forbidden, -np.inf)
         return "" if np.isfinite(logits.max()) else "the grammar allows no token that the model and the request leave"
 
     def record(self, token_id: int) -> None:
         """The text goes on with this token.  One that may not follow makes every later `restrict` fail.  O(1)."""
         self._started = True
-        if token_id not in self._vocabulary.end_set:
+        if token_id not in self._vocabulary.end_ids:
             self._matcher.consume_token(token_id)
 
     def clone(self) -> Guide:
         """An independent guide at the same place."""
         return Guide(self._matcher.deep_copy(), self._vocabulary, started=self._started)
+
+    def _forbid_early_ends(self, forbidden: npt.NDArray[np.bool_]) -> None:
+        """A grammar may name an end token, which ends the text also where the grammar goes on behind it."""
+        for token_id in self._vocabulary.end_ids:
+            if not forbidden[token_id]:
+                behind = self._matcher.deep_copy()
+                behind.consume_token(token_id)
+                forbidden[token_id] = not behind.is_accepting()
 
     def _failure(self) -> str:
         reason, detail = self._matcher.stop_reason(), explain(self._matcher.get_error())

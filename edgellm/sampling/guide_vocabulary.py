@@ -26,35 +26,62 @@ class VocabularyWrapper:
 
     def __init__(self, tokenizer: Any, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
         self._tokenizer = tokenizer
-        self._ids: dict[bytes, int] = {}
-        self._longest = 0
         self.tokens = tokens
         self.special_token_ids = special_token_ids
         self.eos_token_id = eos_token_id
+        self._special = frozenset(special_token_ids)
+        self._ids = {
+            piece: token_id for token_id, piece in enumerate(tokens) if piece and token_id not in self._special
+        }
+        self._longest = max(map(len, self._ids), default=0)
+        self._missing_bytes = frozenset(range(256)).difference(*(piece for piece in self._ids if len(piece) == 1))
 
     def __call__(self, text: str) -> list[int]:
         """Tokens of a text that the grammar leaves no choice about; their bytes are exactly the text.
 
         Returns:
-            ids as the tokenizer itself writes the text inside a longer one.  Where it changes such a text, the
-            longest tokens that fit, as far as there are any.
+            ids as the tokenizer itself writes the text inside a longer one, except that the name of a special token
+            is spelt with ordinary ones.  Where it changes such a text, the longest tokens that fit, as far as there
+            are any.
         """
         wanted = text.encode()
         for anchor in ("", _ANCHOR):
-            ids: list[int] = self._tokenizer.encode(anchor + text, add_special_tokens=False)
-            while ids and self._bytes_of(ids) != wanted:
-                ids = ids[1:] if anchor else []
-            if ids:
+            ids = self._without_special(self._tokenizer.encode(anchor + text, add_special_tokens=False))
+            ids = self._last_bytes(ids, len(wanted))
+            if self._bytes_of(ids) == wanted:
                 return ids
         return self._longest_tokens(wanted)
 
+    def unspelled(self, text: bytes) -> bytes:
+        """What is left of a text behind the longest ordinary tokens, where none fits any more; empty as a rule."""
+        if self._missing_bytes.isdisjoint(text):
+            return b""
+        return text[len(self._bytes_of(self._longest_tokens(text))) :]
+
+    def can_go_on(self, rest: bytes) -> bool:
+        """Whether an ordinary token begins with these bytes.  O(vocab_size)."""
+        return any(piece.startswith(rest) for piece in self._ids)
+
+    def _without_special(self, token_ids: list[int]) -> list[int]:
+        """The same text in ordinary tokens: a special one would end the text, or vanish from it."""
+        if max(token_ids, default=0) >= len(self.tokens):
+            return []
+        ordinary: list[int] = []
+        for token_id in token_ids:
+            special = token_id in self._special
+            ordinary += self._longest_tokens(self.tokens[token_id]) if special else [token_id]
+        return ordinary
+
+    def _last_bytes(self, token_ids: list[int], size: int) -> list[int]:
+        """The last tokens, as many as have `size` bytes or just fewer."""
+        excess = sum(len(self.tokens[token_id]) for token_id in token_ids) - size
+        first = 0
+        while excess > 0:
+            excess -= len(self.tokens[token_ids[first]])
+            first += 1
+        return token_ids[first:]
+
     def _longest_tokens(self, wanted: bytes) -> list[int]:
-        if not self._ids:
-            special = frozenset(self.special_token_ids)
-            named = ((piece, token_id) for token_id, piece in enumerate(self.tokens) if token_id not in special)
-            self._ids.update(named)
-            self._ids.pop(b"", None)
-            self._longest = max(map(len, self._ids), default=0)
         ids: list[int] = []
         place = 0
         while place < len(wanted):
@@ -66,9 +93,7 @@ class VocabularyWrapper:
             place = end
         return ids
 
-    def _bytes_of(self, token_ids: list[int]) -> bytes | None:
-        if max(token_ids) >= len(self.tokens):
-            return None
+    def _bytes_of(self, token_ids: list[int]) -> bytes:
         return b"".join(self.tokens[token_id] for token_id in token_ids)
 
 
@@ -76,16 +101,14 @@ class VocabularyWrapper:
 class GuideVocabulary:
     """Attributes:
     size: width of the logits.
-    end_ids: end tokens of the model, ascending, at least one.
-    end_set: the same, for lookups.
+    end_ids: end tokens of the model, at least one.
     stripped: (size,) bool, tokens that may not begin a text, since decoding takes their leading spaces off; None
         where it takes none.
     wrapper: for `llguidance.LLTokenizer`.
     """
 
     size: int
-    end_ids: tuple[int, ...]
-    end_set: frozenset[int]
+    end_ids: frozenset[int]
     stripped: npt.NDArray[np.bool_] | None
     wrapper: VocabularyWrapper
 
@@ -100,7 +123,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> GuideVocabulary:
             bytes.
     Cost: O(vocab_size), tenths of a second.
     """
-    end_ids = tuple(token_id for token_id in sorted(tokenizer.eos_token_ids) if 0 <= token_id < vocab_size)
+    end_ids = frozenset(token_id for token_id in tokenizer.eos_token_ids if 0 <= token_id < vocab_size)
     if not end_ids:
         raise InvalidArgumentError(
             "structured output needs an end token, and this model's tokenizer has none; use another checkpoint"
@@ -113,8 +136,8 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> GuideVocabulary:
         _check_decoding(tokenizer, tokens, frozenset(special))
         stripped = _stripped_tokens(tokenizer, tokens, vocab_size)
     tokens += [b""] * (vocab_size - known)
-    wrapper = VocabularyWrapper(tokenizer, tokens, special, end_ids[0])
-    return GuideVocabulary(vocab_size, end_ids, frozenset(end_ids), stripped, wrapper)
+    wrapper = VocabularyWrapper(tokenizer, tokens, special, min(end_ids))
+    return GuideVocabulary(vocab_size, end_ids, stripped, wrapper)
 
 
 def _check_decoding(tokenizer: Any, tokens: list[bytes], special: frozenset[int]) -> None:

@@ -38,17 +38,15 @@ ANNOTATIONS = frozenset(
 
 _REMEDIES = {
     "not": "state what is allowed instead",
-    "if": "use anyOf with one branch for each case",
-    "then": "use anyOf with one branch for each case",
-    "else": "use anyOf with one branch for each case",
+    **dict.fromkeys(
+        ("if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+        "use anyOf with one branch for each case",
+    ),
     "uniqueItems": "leave it out and check the answer, or list the allowed arrays in enum",
-    "contains": "use prefixItems for places with a schema of their own",
-    "minContains": "use prefixItems for places with a schema of their own",
-    "maxContains": "use prefixItems for places with a schema of their own",
+    **dict.fromkeys(
+        ("contains", "minContains", "maxContains"), "use prefixItems for places with a schema of their own"
+    ),
     "propertyNames": "use patternProperties with additionalProperties false",
-    "dependentRequired": "use anyOf with one branch for each case",
-    "dependentSchemas": "use anyOf with one branch for each case",
-    "dependencies": "use anyOf with one branch for each case",
     "unevaluatedProperties": "use additionalProperties",
     "unevaluatedItems": "use items",
     "nullable": 'write the type as ["...", "null"]',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,14 @@ from edgellm.errors import InvalidArgumentError
 from edgellm.sampling.schema_keywords import check_schema, needs_unicode_escapes
 
 MAX_GUIDE_BYTES = 128 << 10
+_MAX_MESSAGE = 500
 
 # Without a bound a weak model may write spaces until its budget is gone.
 _WHITESPACE = r"[ \n\r\t]{1,20}"
 # Rule attributes that ask for more than a token mask: they would be accepted and ignored.
 _REFUSED_ATTRIBUTE = re.compile(r"^\s*[?!]?[A-Za-z_][\w-]*\s*\[[^\]\n]*\b(temperature|stop)\s*=", re.MULTILINE)
+# How the grammar engine begins a message about a place in a grammar: "at 2(4): " is line 2, column 4.
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _MODES = ("json_schema", "json_object", "regex", "ebnf", "choice")
 
 
@@ -48,8 +52,8 @@ class StructuredOutput:
         """Check everything that can be known without a tokenizer.
 
         Raises:
-            InvalidArgumentError: no form or several, a form above `MAX_GUIDE_BYTES`, a schema keyword that cannot be
-                enforced, or a form that does not compile.
+            InvalidArgumentError: no form or several, a form above `MAX_GUIDE_BYTES`, a schema with a key twice in one
+                object or a keyword that cannot be enforced, or a form that does not compile.
         Cost: the grammar is compiled once: microseconds to tenths of a second for 128 KiB of schema.
         """
         if not isinstance(self.json_object, bool):
@@ -64,7 +68,7 @@ class StructuredOutput:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("json_schema", "regex", "ebnf"):
+        for name in ("regex", "ebnf"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
         self._check_compiles()
@@ -87,7 +91,21 @@ class StructuredOutput:
         if self.ebnf is not None:
             return grammar_from("ebnf", self.ebnf)
         options = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice or ())
-        return LLMatcher.grammar_from_lark(f"start: {options}")
+        # The one character that JSON leaves as it is and Lark does not take so.
+        return LLMatcher.grammar_from_lark(f"start: {options}".replace("\x7f", r"\u007f"))
+
+    def complaint(self, message: str) -> str:
+        """The grammar engine's message about this form in one line, speaking of what was given and not of the grammar
+        made of it."""
+        text = _one_line(message)
+        is_grammar = self.ebnf is not None and self.grammar() == self.ebnf  # not converted from GBNF
+        text = _PLACE.sub(r"line \1, column \2: " if is_grammar else "", text)
+        if self.regex is not None:
+            text = text.rpartition("(in regex): ")[2]
+            if text.startswith("regex parse error: "):
+                text = text.rpartition(" error: ")[2]
+            text = text.partition(" in regex /")[0]
+        return text[:_MAX_MESSAGE]
 
     def _given(self) -> list[str]:
         others = [name for name in _MODES if name != "json_object" and getattr(self, name) is not None]
@@ -105,31 +123,35 @@ class StructuredOutput:
             grammar = self.grammar()
         # The converter from GBNF raises plain Exceptions.
         except Exception as error:
-            raise InvalidArgumentError(f"{self.mode} cannot be read: {_first_line(error)}; correct it") from error
+            raise InvalidArgumentError(
+                f"{self.mode} cannot be read: {explain(str(error)) or type(error).__name__}; correct it"
+            ) from error
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
         # Special tokens in a grammar are judged when the tokenizer is known.
         ignored = [text for text in messages if not text.startswith("no tokenizer")]
         if failed or ignored:
-            raise InvalidArgumentError(f"{self.mode} cannot be enforced: {explain(ignored[0])}; change that part")
+            form = self.mode if self.regex is None else f"regex {self.regex!r:.80}"
+            raise InvalidArgumentError(f"{form} cannot be enforced: {self.complaint(ignored[0])}; change that part")
 
 
 def explain(message: str) -> str:
     """The grammar engine's message in one line, without its internal state and its advice about options we set."""
+    return _one_line(message)[:_MAX_MESSAGE]
+
+
+def _one_line(message: str) -> str:
     message = message.split("<state>")[0].replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "")
     if "oneOf constraints are not supported" in message:
         return "oneOf branches that may overlap are not supported (use anyOf)"
     lines = [line.strip() for line in message.strip().splitlines()]
     kept = [line for line in lines if line and not re.match(r"^(\d+ \||\^)", line)]
-    return " ".join(kept)[:500]
+    return " ".join(kept)
 
 
 def _schema_text(schema: object) -> str:
     if isinstance(schema, str):
         _check_size("json_schema", schema)
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgumentError(f"json_schema is not JSON: {error}; pass a dict or JSON text") from error
+        schema = _parse(schema)
     elif not isinstance(schema, Mapping):
         raise InvalidArgumentError(
             f"json_schema is a {type(schema).__name__}; pass a dict or JSON text (of a pydantic model: "
@@ -140,11 +162,29 @@ def _schema_text(schema: object) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"json_schema cannot be written as JSON: {error}; use plain values") from error
     _check_size("json_schema", text)
-    plain = json.loads(text)
+    plain = _parse(text)
     if not isinstance(plain, dict):
         raise InvalidArgumentError(f"json_schema is {text:.80}; the whole schema must be an object")
     check_schema(plain)
     return text
+
+
+def _parse(schema_text: str) -> Any:
+    try:
+        return json.loads(schema_text, object_pairs_hook=_unique)
+    except InvalidArgumentError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"json_schema is not JSON: {error}; pass a dict or JSON text") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON readers take the last of two equal keys; which one was meant is not known."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise InvalidArgumentError(f"json_schema has the key {twice!r:.80} twice in one object; keep one of them")
+    return found
 
 
 def _as_dict(value: object) -> dict[Any, Any]:
@@ -193,7 +233,3 @@ def _json_grammar(schema_text: str) -> str:
             "json_allowed_escapes": escapes,
         },
     )
-
-
-def _first_line(error: Exception) -> str:
-    return explain(str(error)) or type(error).__name__

@@ -292,3 +292,25 @@ def test_default_model(default_model: Path, temperature: float) -> None:
         for output, (_, fits) in zip(model.chat(conversations, params), FORMS, strict=True):
             assert output.finish_reason == "stop"
             assert fits(output.text), output.text
+
+
+SPECIAL_NAMES: list[tuple[dict[str, Any], str]] = [
+    ({"choice": ["<|im_end|>"]}, "<|im_end|>"),
+    ({"choice": ["a<|im_start|>b"]}, "a<|im_start|>b"),
+    ({"choice": ["<|endoftext|>"]}, "<|endoftext|>"),
+    ({"regex": r"x<\|im_end\|>y"}, "x<|im_end|>y"),
+    ({"json_schema": {"const": "<|im_end|>"}}, '"<|im_end|>"'),
+    ({"ebnf": 'start: "<|im_end|>" "z"'}, "<|im_end|>z"),
+]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_default_model_writes_the_names_of_special_tokens(default_model: Path, temperature: float) -> None:
+    params = [
+        SamplingParams(structured=StructuredOutput(**form), max_tokens=40, temperature=temperature, seed=3)
+        for form, _ in SPECIAL_NAMES
+    ]
+    with LLM(default_model, kv_budget=4096) as model:
+        outputs = model.generate(["Say something:"] * len(params), params)
+    assert [(output.text, output.finish_reason) for output in outputs] == [(text, "stop") for _, text in SPECIAL_NAMES]

@@ -18,6 +18,7 @@ from tokenizers import normalizers
 from edgellm.decoding.verify import verify_runs
 from edgellm.errors import AdmissionError, InvalidArgumentError
 from edgellm.sampling.guidance import Guidance, Guide
+from edgellm.sampling.guide_vocabulary import read_vocabulary
 from edgellm.sampling.params import SamplingParams
 from edgellm.sampling.sampler import NO_TOKEN, Sampler, SamplingState
 from edgellm.sampling.structured import StructuredOutput
@@ -144,9 +145,9 @@ class TestDeadEnds:
         return Guidance(ToyTokenizer(101), 101)
 
     def test_a_dead_end_never_ends_the_text_as_if_it_were_complete(self, narrow):
-        guide = narrow.start(StructuredOutput(regex="abc"))
-        guide.record(byte_id("a"))
-        guide.record(byte_id("b"))
+        guide = narrow.start(StructuredOutput(regex="ab[ac]c"))
+        for letter in "aba":
+            guide.record(byte_id(letter))
         reason = guide.restrict(np.zeros(101))
         assert reason.startswith("the grammar is at a dead end: the text is not complete and no token")
         assert not guide.complete
@@ -155,6 +156,19 @@ class TestDeadEnds:
         for form in (StructuredOutput(choice=["c"]), StructuredOutput(ebnf="start: A\nA: /b/ & /c/")):
             with pytest.raises(AdmissionError, match=f"{form.mode}: no text has this form"):
                 narrow.start(form)
+        assert narrow.num_cached_grammars == 0
+
+    @pytest.mark.parametrize(
+        ("form", "rest"),
+        [
+            ({"choice": ["a", "abc!"]}, "c!"),
+            ({"regex": "abc[0-9]"}, "c"),
+            ({"json_schema": {"const": "ac"}}, 'c"'),
+        ],
+    )
+    def test_required_text_that_the_vocabulary_cannot_spell_is_refused_at_once(self, narrow, form, rest):
+        with pytest.raises(AdmissionError, match=f"the tokens of this model cannot spell '{rest}'"):
+            narrow.start(StructuredOutput(**form))
         assert narrow.num_cached_grammars == 0
 
 
@@ -351,6 +365,60 @@ class TestTokenizers:
         with pytest.raises(AdmissionError, match=r"ebnf cannot be enforced with this model: .*unknown special token"):
             guidance.start(StructuredOutput(ebnf='start: <|nobody|> "a"'))
 
+    @pytest.mark.parametrize("make", [tiny_tokenizers.byte_level, tiny_tokenizers.byte_fallback])
+    @pytest.mark.parametrize("name", ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<unk>", "<think>"])
+    def test_required_text_that_spells_a_special_token_is_text(self, tmp_path, make, name):
+        tokenizer = load_tokenizer(make(tmp_path))
+        guidance = Guidance(tokenizer, tokenizer.vocab_size)
+        escaped = re.sub(r"([|])", r"\\\1", name)
+        for form, text in (
+            ({"choice": [name]}, name),
+            ({"choice": [f"the{name}b{name} cat"]}, f"the{name}b{name} cat"),
+            ({"regex": f"x{escaped}y"}, f"x{name}y"),
+            ({"json_schema": {"const": name}}, f'"{name}"'),
+            ({"json_schema": {"enum": [f"q{name}user"]}}, f'"q{name}user"'),
+            ({"ebnf": f'start: "{name}" "z"'}, f"{name}z"),
+        ):
+            token_ids = self.follow(guidance.start(StructuredOutput(**form)), tokenizer)
+            assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
+            assert tokenizer.special_token_ids.isdisjoint(token_ids)
+
+    @pytest.mark.parametrize("make", [tiny_tokenizers.byte_level, tiny_tokenizers.byte_fallback])
+    def test_a_long_required_text_with_special_names_is_spelt_exactly(self, tmp_path, make):
+        tokenizer = load_tokenizer(make(tmp_path))
+        text = "Hello</s>w<|im_end|>" * 800
+        token_ids = read_vocabulary(tokenizer, tokenizer.vocab_size).wrapper(text)
+        assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == text
+        assert tokenizer.special_token_ids.isdisjoint(token_ids)
+
+    def test_a_property_named_as_a_special_token(self, tmp_path):
+        tokenizer = load_tokenizer(tiny_tokenizers.byte_level(tmp_path))
+        schema = {
+            "type": "object",
+            "properties": {"<|im_end|>": {"const": 5}},
+            "required": ["<|im_end|>"],
+            "additionalProperties": False,
+        }
+        guide = Guidance(tokenizer, tokenizer.vocab_size).start(StructuredOutput(json_schema=schema))
+        assert json.loads(tokenizer.decode(self.follow(guide, tokenizer))) == {"<|im_end|>": 5}
+
+    def test_text_around_a_special_name_is_written_as_the_tokenizer_would(self, tmp_path):
+        tokenizer = load_tokenizer(tiny_tokenizers.byte_level(tmp_path))
+        guide = Guidance(tokenizer, tokenizer.vocab_size).start(StructuredOutput(choice=["the cat<|im_end|>the mat"]))
+        token_ids = self.follow(guide, tokenizer)
+        assert token_ids[: len(tokenizer.encode("the cat"))] == tokenizer.encode("the cat")
+        assert token_ids[-len(tokenizer.encode("the mat")) :] == tokenizer.encode("the mat")
+
+    def test_an_end_token_inside_a_grammar_never_ends_an_incomplete_text(self, tmp_path):
+        tokenizer = load_tokenizer(tiny_tokenizers.byte_level(tmp_path))
+        guidance, end = Guidance(tokenizer, tokenizer.vocab_size), tokenizer.token_id("<|im_end|>")
+        last = guidance.start(StructuredOutput(ebnf='start: "a" <|im_end|>'))
+        middle = guidance.start(StructuredOutput(ebnf='start: "a" <|im_end|> "b"'))
+        for guide in (last, middle):
+            guide.record(tokenizer.encode("a")[0])
+        assert allowed(last, tokenizer.vocab_size) == [end]
+        assert middle.restrict(np.zeros(tokenizer.vocab_size)).startswith("the grammar allows no token")
+
     def test_byte_fallback_text_is_exact_although_decoding_strips_its_first_space(self, tmp_path):
         tokenizer = load_tokenizer(tiny_tokenizers.byte_fallback(tmp_path))
         size = tokenizer.vocab_size
@@ -378,6 +446,18 @@ class TestTokenizers:
     def test_a_model_without_an_end_token_is_refused(self):
         with pytest.raises(AdmissionError, match="needs an end token, and this model's tokenizer has none"):
             Guidance(ToyTokenizer(300, eos_token_ids=()), 300).start(StructuredOutput(regex="a"))
+
+    def follow(self, guide: Guide, tokenizer: Any) -> list[int]:
+        """Ids of the text that begins with the first allowed token at every step, and ends where it may."""
+        token_ids: list[int] = []
+        while len(token_ids) < 100:
+            options = allowed(guide, tokenizer.vocab_size)
+            if not set(tokenizer.eos_token_ids).isdisjoint(options):
+                assert guide.complete
+                return token_ids
+            token_ids.append(options[0])
+            guide.record(options[0])
+        raise AssertionError(tokenizer.decode(token_ids))
 
     def walk(self, guide: Guide, tokenizer: Any, text: str) -> None:
         """Follow the text by the longest allowed token each time; then only end tokens may come."""

@@ -17,7 +17,7 @@ from edgellm.sampling.schema_keywords import ANNOTATIONS, ENFORCED_KEYWORDS, FOR
 from edgellm.sampling.structured import MAX_GUIDE_BYTES, StructuredOutput
 from edgellm.testing.toy_tokenizer import ToyTokenizer
 
-STRANGE = ['a"b', "a\\b", "a\nb", "猫 \U0001f600", "<|x|>"]
+STRANGE = ['a"b', "a\\b", "a\nb", "\x00\x7f\x80", "\u2028", "猫 \U0001f600", "<|x|>"]
 GUIDANCE = Guidance(ToyTokenizer(258), 258, max_cached_grammars=4)
 
 
@@ -97,6 +97,12 @@ class TestForms:
             ({"choice": ["a", 5]}, "choice contains 5"),
             ({"json_schema": 5}, "json_schema is a int; pass a dict or JSON text"),
             ({"json_schema": "{"}, "json_schema is not JSON: .* line 1 column 2"),
+            (
+                {"json_schema": '{"type":"string","type":"integer"}'},
+                "json_schema has the key 'type' twice in one object",
+            ),
+            ({"json_schema": '{"const":{"a":1,"b":{"c":1,"c":1}}}'}, "json_schema has the key 'c' twice"),
+            ({"json_schema": {"const": {1: 2, "1": 3}}}, "json_schema has the key '1' twice"),
             ({"json_schema": "5"}, "json_schema is 5; the whole schema must be an object"),
             ({"json_schema": "true"}, "json_schema is true; the whole schema must be an object"),
             ({"json_schema": {"const": float("nan")}}, "cannot be written as JSON: Out of range"),
@@ -109,10 +115,17 @@ class TestForms:
     @pytest.mark.parametrize(
         ("form", "match"),
         [
-            ({"regex": "("}, "regex cannot be enforced: .*unclosed group; change that part"),
-            ({"regex": r"\bfoo"}, "regex cannot be enforced: .*lookarounds not supported"),
-            ({"regex": r"(a)\1"}, "backreferences are not supported"),
-            ({"ebnf": "start: foo"}, 'ebnf cannot be enforced: .*unknown name: "foo"'),
+            ({"regex": "("}, r"^regex '\(' cannot be enforced: unclosed group; change that part$"),
+            (
+                {"regex": "a/\n[z-a]"},
+                r"^regex 'a/\\n\[z-a\]' cannot be enforced: invalid character class range, the start",
+            ),
+            ({"regex": r"\bfoo"}, r"^regex '.*foo' cannot be enforced: lookarounds not supported yet; WordUnicode;"),
+            ({"regex": r"(a)\1"}, "cannot be enforced: backreferences are not supported; change that part$"),
+            ({"regex": "a" * 500 + "("}, "^regex '(?=.{,90}cannot)a{40,}.* cannot be enforced: unclosed group"),
+            ({"ebnf": "start: foo"}, '^ebnf cannot be enforced: line 1, column 8: unknown name: "foo"'),
+            ({"ebnf": 'start: "a" |\n "'}, "^ebnf cannot be enforced: line 2, column 3: lexer error"),
+            ({"ebnf": 'root ::= "a" foo\nfoo ::= [z-a]'}, "^ebnf cannot be enforced: (?!line)"),
             ({"ebnf": "root ::= foo"}, "ebnf cannot be read: .*Rule 'foo' not found"),
             ({"ebnf": "garbage"}, "ebnf cannot be read"),
             ({"ebnf": "start: x\nx[temperature=0.5]: /a+/"}, "ebnf sets temperature on a rule"),
