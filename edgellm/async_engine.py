@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -14,7 +13,7 @@ from edgellm.engine.engine import ShutdownMode
 from edgellm.engine_api import ServingMetrics
 from edgellm.errors import ContractViolation
 from edgellm.fetch import DEFAULT_MODEL
-from edgellm.frontend import BACK_PRESSURE_POLL_SECONDS, RequestFrontend, RequestOptions, check_seed, prompt_of
+from edgellm.frontend import RequestFrontend, RequestOptions, check_seed, prompt_of
 from edgellm.outputs import RequestOutput, StreamIterator, TokenStream, output_from_response
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from edgellm.cache.types import Retention
     from edgellm.engine.config import SchedulingOptions
-    from edgellm.engine.records import RequestHandle
     from edgellm.memory import MemoryBudget
     from edgellm.prompts import Conversation, Prompt
     from edgellm.request import LLMGenerationRequest, Message
@@ -251,7 +249,7 @@ class AsyncEngine:
         request = await self._prepare(
             method, prompt_or_messages, sampling_params, options, add_generation_prompt, chat_template_kwargs
         )
-        handle = await self._submit_patiently(request)
+        handle = self._open("submit").submit(request, wait=True)
         return output_from_response(prompt_of(request), await handle.get_async())
 
     async def _prepare(
@@ -279,12 +277,6 @@ class AsyncEngine:
         except RuntimeError as error:  # the helper is gone: shut down since we looked
             raise self._closed_error(method) from error
         return await prepared
-
-    async def _submit_patiently(self, request: LLMGenerationRequest) -> RequestHandle:
-        since = time.monotonic()
-        while (handle := self._open("submit").submit_unless_full(request, since)) is None:
-            await asyncio.sleep(BACK_PRESSURE_POLL_SECONDS)
-        return handle
 
     async def _started(self, method: str) -> RequestFrontend:
         if self._closed:

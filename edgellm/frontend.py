@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edgellm.argument_check import check_flag
 from edgellm.cache.types import ContextCacheLookupPolicy, Retention
 from edgellm.engine.engine import RequestEngine, ShutdownMode
-from edgellm.errors import ContractViolation, InvalidArgumentError, RequestTimedOut, SubmitError
+from edgellm.errors import ContractViolation, InvalidArgumentError
 from edgellm.log import get_logger
 from edgellm.prompts import (
     PreparedPrompt,
@@ -26,7 +25,7 @@ from edgellm.prompts import (
     split_prompts,
 )
 from edgellm.request import LLMGenerationRequest
-from edgellm.session.request_check import check_cache_salt, check_retention
+from edgellm.session.request_check import check_cache_salt, check_priority, check_retention, check_timeout_seconds
 from edgellm.streaming import StreamChannel
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from edgellm.sampling.params import SamplingParams
 
 logger = get_logger(__name__)
-
-BACK_PRESSURE_POLL_SECONDS = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,17 +65,12 @@ class RequestOptions:
             AdmissionError, InvalidArgumentError: one of them is malformed.
         """
         check_cache_salt(cache_salt)
-        if not isinstance(use_cache, bool):
-            raise InvalidArgumentError(f"use_cache is {use_cache!r}; it must be True or False")
+        check_flag("use_cache", use_cache)
         if retention is None:
             retention = Retention()
         check_retention(retention)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidArgumentError(f"priority is {priority!r}; it must be an integer, smaller is more urgent")
-        if timeout_seconds is not None and not _is_positive(timeout_seconds):
-            raise InvalidArgumentError(
-                f"timeout_seconds is {timeout_seconds!r}; it must be a number of seconds above 0, or None for no limit"
-            )
+        check_priority(priority)
+        check_timeout_seconds(timeout_seconds)
         lookup = ContextCacheLookupPolicy.USE_CACHE if use_cache else ContextCacheLookupPolicy.BYPASS
         return cls(cache_salt, lookup, retention, priority, timeout_seconds)
 
@@ -163,45 +155,20 @@ class RequestFrontend:
             request = request_of_prompt(prompt_or_messages)
         return self._prepare([request], sampling_params, "", options)[0]
 
-    def submit(self, request: LLMGenerationRequest, *, stream: bool) -> RequestHandle:
+    def submit(self, request: LLMGenerationRequest, *, stream: bool = False, wait: bool = False) -> RequestHandle:
         """Hand a prepared request to the engine.
 
         Args:
             stream: its text is read as it comes, so give it a channel from the first token on.
+            wait: let it stand in line while too many are pending, see `RequestEngine.submit`.
         Raises:
-            SubmitError: too many requests are pending; try again later.
+            SubmitError: too many requests are pending, try again later; or the engine takes none any more.
             ContractViolation: closed.
         """
         engine = self.open_engine("submit")
         if stream:
             request = dataclasses.replace(request, stream_channel=StreamChannel.create())
-        return engine.submit(request)
-
-    def submit_unless_full(self, request: LLMGenerationRequest, waiting_since: float) -> RequestHandle | None:
-        """`submit`, but None where trying again later may help.
-
-        Args:
-            waiting_since: `time.monotonic()` when the caller began to try; the wait counts against the timeout.
-        Raises:
-            RequestTimedOut: the request's time is up before it found room.
-            SubmitError: the engine takes no requests any more.
-            ContractViolation: closed.
-        """
-        engine = self.open_engine("submit")
-        if request.timeout_seconds is not None:
-            remaining = waiting_since + request.timeout_seconds - time.monotonic()
-            if remaining <= 0:
-                raise RequestTimedOut(
-                    f"the request found no room within its {request.timeout_seconds} s; allow it more time, or raise "
-                    "max_pending_requests"
-                )
-            request = dataclasses.replace(request, timeout_seconds=remaining)
-        try:
-            return engine.submit(request)
-        except SubmitError:
-            if engine.closed_because():
-                raise
-            return None
+        return engine.submit(request, wait=wait)
 
     def open_engine(self, method: str) -> RequestEngine:
         """The engine.
@@ -309,8 +276,3 @@ def _chat_request(
         add_generation_prompt=add_generation_prompt,
         chat_template_kwargs=dict(chat_template_kwargs or {}),
     )
-
-
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from edgellm.assembly import LoadOptions, Parts, assemble
 from edgellm.fetch import DEFAULT_MODEL
-from edgellm.frontend import BACK_PRESSURE_POLL_SECONDS, RequestFrontend, RequestOptions, check_seed, prompt_of
+from edgellm.frontend import RequestFrontend, RequestOptions, check_seed, prompt_of
 from edgellm.outputs import RequestOutput, TokenStream, output_from_response
 
 if TYPE_CHECKING:
@@ -252,28 +250,14 @@ class ModelHost:
         return self._frontend.runtime
 
     def _run(self, requests: list[LLMGenerationRequest]) -> list[RequestOutput]:
-        running: deque[tuple[LLMGenerationRequest, RequestHandle]] = deque()
-        outputs: list[RequestOutput] = []
-        started = time.monotonic()
+        handles: list[RequestHandle] = []
         try:
             for request in requests:
-                while (handle := self._frontend.submit_unless_full(request, started)) is None:
-                    # Full: wait for this call's oldest request, or for other callers' to end.
-                    if running:
-                        outputs.append(_take_oldest(running))
-                    else:
-                        time.sleep(BACK_PRESSURE_POLL_SECONDS)
-                running.append((request, handle))
-            while running:
-                outputs.append(_take_oldest(running))
+                handles.append(self._frontend.submit(request, wait=True))
+            return [
+                output_from_response(prompt_of(request), handle.get())
+                for request, handle in zip(requests, handles, strict=True)
+            ]
         finally:
-            for _, handle in running:
-                handle.cancel()
-        return outputs
-
-
-def _take_oldest(running: deque[tuple[LLMGenerationRequest, RequestHandle]]) -> RequestOutput:
-    request, handle = running[0]
-    output = output_from_response(prompt_of(request), handle.get())
-    running.popleft()
-    return output
+            for handle in handles:
+                handle.cancel()  # no effect on one that has ended

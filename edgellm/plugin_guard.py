@@ -13,6 +13,7 @@ from edgellm.cache.types import (
 )
 from edgellm.decoding.base import DecoderCapabilities, DecodingStrategy
 from edgellm.errors import FOREIGN_ERRORS, PluginError
+from edgellm.foreign import describe_error
 
 if TYPE_CHECKING:
     from edgellm.cache.coordinator import ContextCacheCoordinator
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
     from edgellm.plugins import DecoderRegistration, PolicyRegistration
 
 ResultT = TypeVar("ResultT")
-
-
-def describe_error(error: BaseException) -> str:
-    """Class and message of a plugin's error, whose own text may fail too."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except FOREIGN_ERRORS:
-        return type(error).__name__
 
 
 def serves(registration: PolicyRegistration, profile: ContextCacheDeploymentProfile, speculative_request: bool) -> bool:

@@ -17,6 +17,7 @@ import pluggy
 from edgellm import envs, plugin_guard
 from edgellm.cache.types import ContextCacheDeploymentProfile
 from edgellm.errors import FOREIGN_ERRORS, InvalidArgumentError, PluginError
+from edgellm.foreign import describe_error
 from edgellm.hookspecs import API_VERSION, ENTRY_POINT_GROUP, HookSpecs
 from edgellm.log import get_logger
 
@@ -326,7 +327,7 @@ class _Loader:
     ) -> None:
         if plugin is not None and self._manager.is_registered(plugin):
             self._manager.unregister(plugin)
-        reason = str(error) if isinstance(error, PluginError) else plugin_guard.describe_error(error)
+        reason = str(error) if isinstance(error, PluginError) else describe_error(error)
         logger.warning("plugin %s (%s %s) is left out: %s", found.name, found.distribution, found.version, reason)
         if self._strict:
             raise PluginError(f"plugin {found.name!r} ({found.distribution} {found.version}): {reason}") from error

@@ -37,10 +37,10 @@ class LLMGenerationRequest:
         prompt_token_ids: (n,) int32, already tokenised; never templated again.
         cache_salt: separates what this request may share from everybody else's; None shares.
         retention: how long its context is worth keeping once nobody uses it.
-        checkpoint_boundaries: prompt lengths at which a later prompt is likely to leave this one; found from the
-            template where `messages` are given.
+        checkpoint_boundaries: prompt lengths, 0 or more, at which a later prompt is likely to leave this one; found
+            from the template where `messages` are given.
         replay_tail_length: tokens at the end of the prompt that a next turn is not expected to repeat; likewise.
-        priority: smaller is more urgent (used by the priority policy only).
+        priority: of 32 bits, smaller is more urgent (used by the priority policy only).
         timeout_seconds: seconds from submit after which the engine ends the request, wherever it is, like a cancel;
             `get` then raises `RequestTimedOut`.  None waits without limit.
     """

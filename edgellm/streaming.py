@@ -19,7 +19,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from edgellm.errors import FOREIGN_ERRORS, ContractViolation, InvalidArgumentError
+from edgellm.argument_check import INT32_MAX, check_flag, check_int, wait_seconds
+from edgellm.errors import ContractViolation, InvalidArgumentError
+from edgellm.foreign import call_foreign
 from edgellm.log import get_logger
 from edgellm.session.types import FinishReason
 
@@ -134,19 +136,26 @@ class StreamChannel:
             skip_special_tokens: overrides the request's own setting for the streamed text; None keeps it.
             max_pending_chunks: most unread chunks; further ones are merged into the newest, nothing is lost.
                 1 always hands over everything there is; 0 does not bound.
+        Raises:
+            InvalidArgumentError: one of them is of another type, or out of range.
         """
-        if max_pending_chunks < 0:
-            raise InvalidArgumentError(f"max_pending_chunks is {max_pending_chunks}; it must be 0 (no bound) or more")
+        check_int("max_pending_chunks", max_pending_chunks, low=0)
         channel = cls(_FACTORY_KEY)
         channel.set_stream_interval(stream_interval)
         channel._max_pending_chunks = max_pending_chunks
-        channel._skip_special_tokens = skip_special_tokens
+        if skip_special_tokens is not None:
+            channel.set_skip_special_tokens(skip_special_tokens)
         return channel
 
     # ---- settings -------------------------------------------------------------------------------------
 
     def set_stream_interval(self, interval: int) -> None:
-        """Let non-final chunks carry at least `interval` tokens; below 1 counts as 1."""
+        """Let non-final chunks carry at least `interval` tokens; below 1 counts as 1.
+
+        Raises:
+            InvalidArgumentError: no integer of 32 bits.
+        """
+        check_int("stream_interval", interval, low=-INT32_MAX)
         with self._condition:
             self._stream_interval = max(1, interval)
 
@@ -155,7 +164,9 @@ class StreamChannel:
 
         Raises:
             ContractViolation: the channel belongs to a request already.
+            InvalidArgumentError: neither True nor False.
         """
+        check_flag("skip_special_tokens", skip)
         with self._condition:
             if self._attached or self._claimed:
                 raise ContractViolation(
@@ -292,7 +303,10 @@ class StreamChannel:
 
         Returns:
             The chunk; None at the end of the stream (`is_exhausted()`) or when the time is up.
+        Raises:
+            InvalidArgumentError: `timeout` is no number of seconds.
         """
+        timeout = wait_seconds("timeout", timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._condition:
             while not self._readable:
@@ -492,8 +506,6 @@ def _call(waker: Callable[[], None] | None) -> None:
 
 
 def _tell(listener: Callable[[], None]) -> None:
-    try:
-        listener()
-    except FOREIGN_ERRORS:
-        # A consumer's mistake must not reach the engine's thread.
-        _logger.exception("a stream listener raised")
+    error = call_foreign(listener)
+    if error is not None:
+        _logger.error("a stream listener raised", exc_info=error)

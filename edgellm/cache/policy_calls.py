@@ -17,8 +17,9 @@ from edgellm.cache.policy import LedgerOnlyPolicy, PublicationPolicy
 from edgellm.cache.policy_step import LedgerAtRest, PolicyStep, mend_chains, prove_prompts, prove_step, settle_ledger
 from edgellm.cache.types import ContextCacheCoordinatorStatus
 from edgellm.errors import FOREIGN_ERRORS, BrokenInvariantError, PluginError
+from edgellm.foreign import describe_error
 from edgellm.log import get_logger
-from edgellm.plugin_guard import build_policy, describe_error
+from edgellm.plugin_guard import build_policy
 from edgellm.plugins import choose_policy
 
 if TYPE_CHECKING:

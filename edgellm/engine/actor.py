@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from edgellm.engine.admission import AdmissionPhase
@@ -19,7 +20,9 @@ from edgellm.engine.records import TerminalStatus
 from edgellm.engine.recovery import Recovery
 from edgellm.engine.step_clock import StepClock
 from edgellm.engine.step_planner import StepPlanner
+from edgellm.engine.waiting_line import WaitingLine
 from edgellm.errors import CallerError, ContractViolation
+from edgellm.foreign import call_foreign, describe_error
 from edgellm.log import get_logger
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from edgellm.engine.command_queue import EngineChannel
     from edgellm.engine.config import EngineConfig
     from edgellm.engine.coordinator import Outcome
+    from edgellm.engine.records import RequestRecord
     from edgellm.session.base import RuntimeSession
     from edgellm.session.types import ScheduledSequenceDescriptor, StepResult
 
@@ -42,6 +46,9 @@ def _nothing() -> None:
 
 class EngineActor:
     """Drains commands, admits, plans, executes and publishes, one boundary after the other.
+
+    What sessions, plugins and callers' hooks raise is caught here as `BaseException`: nothing else interrupts this
+    thread, since the interpreter interrupts the main one only.
 
     Attributes:
         started: set once the first session is open and the configuration was checked, or could not be.
@@ -71,6 +78,7 @@ class EngineActor:
         self._session: RuntimeSession | None = None
         options = config.scheduling
         self._backlog = Backlog(options.scheduling_policy, options.priority_aging_seconds)
+        self._line = WaitingLine(channel)
         self._deadlines = Deadlines()
         self._clock = StepClock(channel.metrics, options.step_time_budget_ms)
         self._coordinator = RequestCoordinator(channel.metrics)
@@ -90,12 +98,12 @@ class EngineActor:
         )
         self._refused_once = False
         self.started = threading.Event()
-        self.start_error: Exception | None = None
+        self.start_error: BaseException | None = None
 
     # ---- observed from other threads ------------------------------------------------------------------
 
     def queued(self) -> int:
-        return len(self._backlog)
+        return len(self._backlog) + len(self._line)
 
     def resident(self) -> int:
         return len(self._coordinator)
@@ -107,8 +115,8 @@ class EngineActor:
         try:
             try:
                 self._open()
-            except Exception as error:
-                self._channel.close_admission(f"the engine could not start: {error}")
+            except BaseException as error:
+                self._channel.close_admission(f"the engine could not start: {describe_error(error)}")
                 self.start_error = error
                 self._close_runtime = None
                 return
@@ -116,7 +124,7 @@ class EngineActor:
                 self.started.set()
             self._loop()
         except BaseException as error:
-            self._died_of = f"the engine's thread ended unexpectedly: {type(error).__name__}: {error}"
+            self._died_of = f"the engine's thread ended unexpectedly: {describe_error(error)}"
             _logger.exception("the engine's thread ended unexpectedly")
             raise
         finally:
@@ -132,7 +140,7 @@ class EngineActor:
             if not len(self._coordinator) and not len(self._backlog):
                 if mode is None:
                     self._channel.park()
-                elif not len(self._channel.queue):
+                elif self._channel.drained():
                     return
                 continue
             self._boundary()
@@ -145,7 +153,7 @@ class EngineActor:
             self._step()
 
     def _drain(self) -> None:
-        """Move at most one queue's worth of submits to the backlog, then let go of what was cancelled."""
+        """Move at most one queue's worth of submits to the backlog, let go of what was cancelled, advance the line."""
         for _ in range(self._channel.queue.capacity):
             command = self._channel.queue.pop()
             if command is None:
@@ -153,12 +161,17 @@ class EngineActor:
             if isinstance(command, SubmitCommand):
                 self._backlog.add(command.record)
                 self._deadlines.add(command.record)
+        for record in self._channel.take_newcomers():
+            self._line.add(record)
+            self._deadlines.add(record)
         if len(self._deadlines):
             self._deadlines.expire(time.perf_counter())
         if self._channel.take_cancel_note():
-            for record in self._backlog.take_cancelled():
+            for record in [*self._backlog.take_cancelled(), *self._line.take_cancelled()]:
                 self._channel.terminate(record, TerminalStatus.CANCELLED)
             self._coordinator.refresh_cancelled()
+        for record in self._line.take_with_room():
+            self._backlog.add(record)
         self._attach_streams()
 
     def _attach_streams(self) -> None:
@@ -173,7 +186,7 @@ class EngineActor:
             return False
         try:
             self._admission.run(session, self._limits)
-        except Exception as error:
+        except BaseException as error:
             self._lost(error, "admission", replay=True)
             return False
         return True
@@ -190,7 +203,7 @@ class EngineActor:
             result = self._clock.execute(session, plan)
             committing = True
             outcomes = self._coordinator.commit(result, plan, session)
-        except Exception as error:
+        except BaseException as error:
             if isinstance(error, ContractViolation):
                 _logger.error("plan %s over lengths %s", plan, [_describe(seat) for seat in self._coordinator.lengths])
             self._lost(error, "a step", replay=not committing)
@@ -230,7 +243,7 @@ class EngineActor:
         session = self._open_session()
         try:
             limits = resolve_step_limits(self._config, session.capabilities(), after_refusal=self._refused_once)
-        except Exception:
+        except BaseException:
             session.close()
             raise
         self._session = session
@@ -249,10 +262,10 @@ class EngineActor:
                 self._open()
                 self._channel.metrics.session_reopens += 1
                 return True
-            except Exception as error:
+            except BaseException as error:
                 _logger.exception("the session could not be reopened, attempt %d", attempt)
                 if isinstance(error, CallerError) or attempt == self._config.max_reopen_attempts:
-                    self._degrade(f"the device is unhealthy and no session can be opened ({error})")
+                    self._degrade(f"the device is unhealthy and no session can be opened ({describe_error(error)})")
                     return False
             time.sleep(_REOPEN_WAIT * attempt)
             if self._channel.shutdown_mode is ShutdownMode.CANCEL:
@@ -263,15 +276,13 @@ class EngineActor:
         """Refuse submits from now on and fail what waits; only shutting down is left."""
         self._channel.close_admission(because)
         self._drain()
-        for record in self._backlog.take_all():
+        for record in [*self._backlog.take_all(), *self._line.take_all()]:
             self._channel.terminate(record, TerminalStatus.EXECUTION_ERROR, because)
 
-    def _lost(self, error: Exception, during: str, *, replay: bool) -> None:
+    def _lost(self, error: BaseException, during: str, *, replay: bool) -> None:
         """The session's state is unknown: nobody on it can go on."""
         _logger.error("the session is lost during %s", during, exc_info=error)
-        self._end_session(
-            f"{type(error).__name__}: {error}", replay=replay and not isinstance(error, ContractViolation)
-        )
+        self._end_session(describe_error(error), replay=replay and not isinstance(error, ContractViolation))
 
     def _recover(self, session: RuntimeSession, result: StepResult) -> None:
         failure = result.failure or "the step failed on the device"
@@ -303,40 +314,35 @@ class EngineActor:
         session, self._session = self._session, None
         if session is None:
             return
-        try:
-            session.close()
-        except Exception:
-            _logger.exception("closing the session raised")
+        error = call_foreign(session.close)
+        if error is not None:
+            _logger.error("closing the session raised", exc_info=error)
 
     def _final_sweep(self) -> None:
-        """End everything that is left: after this no handle waits and no stream is open."""
-        status = TerminalStatus.EXECUTION_ERROR if self._died_of else TerminalStatus.CANCELLED
-        message = self._died_of or "the engine has ended"
-        self._channel.close_admission(message)
-        self._attach_streams()
-        ended = self._coordinator.fail_everything(message)
-        for outcome in ended:
-            died = self._died_of and outcome.status is TerminalStatus.EXECUTION_ERROR
-            final = TerminalStatus.EXECUTION_ERROR if died else TerminalStatus.CANCELLED
-            self._channel.terminate(outcome.record, final, message if died else "", end_stream=False)
-            if not died:
-                outcome.record.cancel_token.cancel()  # the session, closing, is to end its stream with that reason
-        while (command := self._channel.queue.pop()) is not None:
-            if isinstance(command, SubmitCommand):
-                self._backlog.add(command.record)
-        for record in self._backlog.take_all():
-            if record.cancelled:
-                self._channel.terminate(record, TerminalStatus.CANCELLED)
-            else:
-                self._channel.terminate(record, status, message if self._died_of else "")
-        self._close_session()
-        for outcome in ended:
-            outcome.record.end_stream()
+        """End everything that is left: after this no handle waits and no stream is open.
+
+        What ended the thread may strike here too, so each step is taken whatever became of those before.
+        """
+        self._channel.close_admission(self._died_of or "the engine has ended")
+        records = self._channel.live_records()
+        steps: list[Callable[[], object]] = [self._attach_streams]
+        steps += [partial(self._end_unserved, record) for record in records]
+        steps += [self._coordinator.clear, self._backlog.take_all, self._line.take_all, self._close_session]
+        steps += [record.end_stream for record in records]
         if self._close_runtime is not None:
-            try:
-                self._close_runtime()
-            except Exception:
-                _logger.exception("closing the runtime raised")
+            steps.append(self._close_runtime)
+        for step in steps:
+            error = call_foreign(step)
+            if error is not None:
+                _logger.error("ending the engine: %r raised", step, exc_info=error)
+
+    def _end_unserved(self, record: RequestRecord) -> None:
+        """The outcome of a request that the end of the engine catches up with; its stream ends after the session."""
+        if self._died_of and not record.cancelled:
+            self._channel.terminate(record, TerminalStatus.EXECUTION_ERROR, self._died_of, end_stream=False)
+            return
+        self._channel.terminate(record, TerminalStatus.CANCELLED, end_stream=False)
+        record.cancel_token.cancel()  # the session, closing, is to end its stream with that reason
 
 
 def _describe(seat: object) -> str:

@@ -20,6 +20,7 @@ from edgellm.engine.compatibility import first_difference
 from edgellm.engine.metrics import StallReason
 from edgellm.engine.records import TerminalStatus
 from edgellm.errors import CallerError, ContractViolation
+from edgellm.foreign import describe_error
 from edgellm.log import get_logger
 from edgellm.session.types import AdmissionStatus
 
@@ -147,9 +148,9 @@ class AdmissionPhase:
         ]
         try:
             outcome = self._admit(session, record, request)
-        except Exception as error:
+        except BaseException as error:
             if isinstance(error, ContractViolation) or not self._may_replay(record):
-                self._retire(record, TerminalStatus.EXECUTION_ERROR, f"{type(error).__name__}: {error}")
+                self._retire(record, TerminalStatus.EXECUTION_ERROR, describe_error(error))
             else:
                 record.suspect = True
             raise

@@ -7,7 +7,6 @@ is likewise a fact beside the queue.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -86,6 +85,9 @@ class EngineChannel:
 
     Shared by the engine, its actor and every handle; it knows none of them.  Every accepted request leaves
     through `terminate`, exactly once, which gives its reservation back.
+
+    A request whose caller waits for room stands in line instead of being refused: it is accepted, and outside the
+    limit until the actor takes room for it.
     """
 
     def __init__(self, config: EngineConfig, metrics: EngineMetrics) -> None:
@@ -98,53 +100,61 @@ class EngineChannel:
         self._closed_because = ""
         self._shutdown_mode: ShutdownMode | None = None
         self._pending = 0
+        self._in_line = 0  # of those pending, without room under the limit
+        self._newcomers: deque[RequestRecord] = deque()  # stand in line, and the actor does not know it yet
         self._next_id = 1
         self._cancel_noted = False
         self._stream_noted = False
-        self._records: weakref.WeakValueDictionary[RequestId, RequestRecord] = weakref.WeakValueDictionary()
+        self._records: dict[RequestId, RequestRecord] = {}
 
     # ---- submit (any thread) --------------------------------------------------------------------------
 
-    def reserve(self) -> RequestId:
-        """Take one unit of the pending limit and a fresh request id.
+    def reserve(self, *, wait: bool = False) -> RequestId:
+        """Take one unit of the pending limit, or with `wait` a place in line, and a fresh request id.
 
         Raises:
             SubmitError: the limit is reached, or admission is closed.  Nothing was taken.
         """
         with self._gate:
             self._check_open()
-            if self._pending >= self._max_pending:
+            if not wait and not self._has_room:
                 self.metrics.refused += 1
                 raise SubmitError(
-                    f"{self._pending} requests are pending, the limit max_pending_requests is {self._max_pending}; "
-                    "retry when one has ended"
+                    f"{self._pending - self._in_line} requests are pending, the limit max_pending_requests is "
+                    f"{self._max_pending}; retry when one has ended"
                 )
             self._pending += 1
+            self._in_line += wait
             request_id = RequestId(self._next_id)
             self._next_id += 1
             return request_id
 
-    def unreserve(self) -> None:
-        """Give a reservation back whose request was never accepted."""
+    def unreserve(self, *, wait: bool = False) -> None:
+        """Give a reservation back whose request was never accepted; arguments as those of `reserve`."""
         with self._gate:
             self._pending -= 1
+            self._in_line -= wait
+            self._gate.notify_all()
 
-    def post(self, record: RequestRecord) -> None:
-        """Register and queue a record; once this returns, the actor is bound to end it.
+    def post(self, record: RequestRecord, *, wait: bool = False) -> None:
+        """Register and queue a record, or with `wait` let it stand in line, as it was reserved.
+
+        Once this returns, the actor is bound to end it.
 
         Raises:
-            SubmitError: the queue is full or admission is closed.  The record is forgotten.
+            SubmitError: the queue is full or admission is closed.  The record is not kept.
         """
         with self._gate:
             self._check_open()
-            self._records[record.id] = record
-            if not self.queue.push(SubmitCommand(record)):
-                self.forget(record.id)
+            if wait:
+                self._newcomers.append(record)
+            elif not self.queue.push(SubmitCommand(record)):
                 self.metrics.refused += 1
                 raise SubmitError(
                     f"the command queue holds {len(self.queue)} submits, its capacity; "
                     "retry, or raise command_queue_capacity"
                 )
+            self._records[record.id] = record
             self.metrics.submitted += 1
             self._gate.notify_all()
 
@@ -200,11 +210,43 @@ class EngineChannel:
     # ---- actor ----------------------------------------------------------------------------------------
 
     def park(self) -> None:
-        """Wait until a command is queued, at most `idle_wait` seconds."""
+        """Wait until there is something to drain, at most `idle_wait` seconds."""
         with self._gate:
-            if not len(self.queue):
+            if not (len(self.queue) or self._newcomers or (self._in_line and self._has_room)):
                 self._gate.wait(self._idle_wait)
         self.metrics.actor_wakeups += 1
+
+    def drained(self) -> bool:
+        """Whether no command is queued and nobody stands in line."""
+        return not (len(self.queue) or self._in_line)
+
+    def take_newcomers(self) -> list[RequestRecord]:
+        """Those who came to stand in line since the last call."""
+        newcomers = []
+        while self._newcomers:
+            newcomers.append(self._newcomers.popleft())
+        return newcomers
+
+    def take_room(self) -> bool:
+        """Let one who stands in line go on within the limit; False where it is reached."""
+        with self._gate:
+            room = self._has_room
+            self._in_line -= room
+            return room
+
+    def leave_line(self, count: int) -> None:
+        """So many who stood in line are about to end."""
+        with self._gate:
+            self._in_line -= count
+
+    @property
+    def _has_room(self) -> bool:
+        return self._pending - self._in_line < self._max_pending
+
+    def live_records(self) -> list[RequestRecord]:
+        """Every accepted request without an outcome, in order of submission."""
+        with self._gate:
+            return list(self._records.values())
 
     def take_cancel_note(self) -> bool:
         """Whether a record was cancelled since the last call."""
@@ -219,9 +261,6 @@ class EngineChannel:
         if noted:
             self._stream_noted = False
         return noted
-
-    def forget(self, request_id: RequestId) -> None:
-        self._records.pop(request_id, None)
 
     def terminate(
         self,
@@ -245,6 +284,7 @@ class EngineChannel:
         status = record.seal(status)
         with self._gate:
             self._pending -= 1
+            self._records.pop(record.id, None)
             if status is TerminalStatus.COMPLETED:
                 self.metrics.completed += 1
             elif status is TerminalStatus.CANCELLED:
@@ -252,7 +292,6 @@ class EngineChannel:
                 self.metrics.timed_out += record.timed_out
             else:
                 self.metrics.failed += 1
-        self.forget(record.id)
         record.publish(status, message, response)
         if end_stream:
             record.end_stream()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from edgellm.argument_check import INT32_MAX, check_flag, check_int, check_number, check_positive
 from edgellm.errors import InvalidArgumentError
+from edgellm.foreign import describe_value
 
 if TYPE_CHECKING:
     from edgellm.session.types import SessionCapabilities
 
-UNLIMITED_TOKENS = 2**31 - 1
+UNLIMITED_TOKENS = INT32_MAX
+MAX_IDLE_WAIT_SECONDS = 3600.0
 
 
 class SchedulingMode(Enum):
@@ -79,12 +81,11 @@ class SchedulingOptions:
         set_field(self, "scheduling_policy", _choice("scheduling_policy", self.scheduling_policy, SchedulingPolicy))
         set_field(self, "preemption", _choice("preemption", self.preemption, Preemption))
         for name in _COUNT_OPTIONS:
-            _check_int(name, getattr(self, name), low=0)
+            check_int(name, getattr(self, name), low=0)
         for name in ("step_time_budget_ms", "priority_aging_seconds"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        if not isinstance(self.prefix_aware, bool):
-            raise InvalidArgumentError(f"prefix_aware is {self.prefix_aware!r}; it must be True or False")
+        check_flag("prefix_aware", self.prefix_aware)
         self._check_policy()
 
     def _check_policy(self) -> None:
@@ -125,7 +126,7 @@ class EngineConfig:
             two, at least 2.
         max_pending_requests: requests accepted and not yet terminal, wherever they are.
         max_batch_size: most residents; None takes what the session offers.
-        idle_wait: seconds a parked actor sleeps when nobody wakes it; only a backstop.
+        idle_wait: seconds a parked actor sleeps when nobody wakes it; only a backstop, of at most an hour.
         step_token_budget: tokens of prompt work beside decode rows from which the default of
             `scheduling.max_num_tokens` follows: 256 suits a CPU, 2048 a large GPU.
         max_admissions_per_boundary: None is one in a single-cohort session and unlimited in a compact one.
@@ -147,16 +148,20 @@ class EngineConfig:
     scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
 
     def __post_init__(self) -> None:
-        _check_int("command_queue_capacity", self.command_queue_capacity, low=1)
-        _check_int("max_pending_requests", self.max_pending_requests, low=1)
-        _check_int("step_token_budget", self.step_token_budget, low=1)
+        check_int("command_queue_capacity", self.command_queue_capacity, low=1)
+        check_int("max_pending_requests", self.max_pending_requests, low=1)
+        check_int("step_token_budget", self.step_token_budget, low=1)
         if self.max_batch_size is not None:
-            _check_int("max_batch_size", self.max_batch_size, low=1)
+            check_int("max_batch_size", self.max_batch_size, low=1)
         if self.max_admissions_per_boundary is not None:
-            _check_int("max_admissions_per_boundary", self.max_admissions_per_boundary, low=1)
-        _check_int("max_replays", self.max_replays, low=0)
-        _check_int("max_reopen_attempts", self.max_reopen_attempts, low=1)
-        check_positive("idle_wait", self.idle_wait)
+            check_int("max_admissions_per_boundary", self.max_admissions_per_boundary, low=1)
+        check_int("max_replays", self.max_replays, low=0)
+        check_int("max_reopen_attempts", self.max_reopen_attempts, low=1)
+        check_number("idle_wait", self.idle_wait, low=0.0, high=MAX_IDLE_WAIT_SECONDS, low_open=True)
+        if not isinstance(self.scheduling, SchedulingOptions):
+            raise InvalidArgumentError(
+                f"scheduling is {describe_value(self.scheduling)}; pass an edgellm.SchedulingOptions"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,21 +310,9 @@ def _round_down(value: int, multiple: int) -> int:
     return value // multiple * multiple
 
 
-def check_positive(name: str, value: object) -> None:
-    """Refuse what is no finite number above 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:  # type: ignore[operator]
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be a finite number above 0")
-
-
-def _check_int(name: str, value: object, *, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer of at least {low}")
-
-
 def _choice(name: str, value: object, kind: type[Enum]) -> Enum:
     try:
         return value if isinstance(value, kind) else kind(value)
     except ValueError:
         choices = ", ".join(str(member.value) for member in kind)
-        raise InvalidArgumentError(f"{name} is {value!r}; choose one of {choices}") from None
+        raise InvalidArgumentError(f"{name} is {describe_value(value)}; choose one of {choices}") from None

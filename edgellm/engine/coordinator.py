@@ -126,7 +126,7 @@ class RequestCoordinator:
             seat.request.stream_channel = channel
             try:
                 session.attach_stream(seat.lengths.ref, channel)
-            except Exception:
+            except Exception:  # its text so far does not decode, say: no reason to lose the session
                 _logger.exception("request %d: its late stream could not be attached", seat.record.id)
 
     def refresh_next_blocks(self, session: RuntimeSession) -> None:
@@ -170,10 +170,14 @@ class RequestCoordinator:
     def fail_everything(self, message: str) -> list[Outcome]:
         """Empty the table: every resident failed, or was cancelled before."""
         outcomes = [_lost(seat.record, message) for seat in self.seats()]
+        self.clear()
+        return outcomes
+
+    def clear(self) -> None:
+        """Empty the table; the outcomes are the caller's."""
         self._seats.clear()
         self._lengths = []
         self._without_token.clear()
-        return outcomes
 
     # ---- checks (pass 1) ------------------------------------------------------------------------------
 

@@ -29,9 +29,10 @@ class Deadlines:
 
     def add(self, record: RequestRecord) -> None:
         """Watch a record; nothing to do for one without a deadline."""
-        if record.deadline is None:
+        deadline = record.deadline
+        if deadline is None:
             return
-        heapq.heappush(self._heap, (record.deadline, int(record.id), record))
+        heapq.heappush(self._heap, (deadline, int(record.id), record))
         if len(self._heap) >= self._purge_at:
             self._heap = [entry for entry in self._heap if not entry[2].outcome_published]
             heapq.heapify(self._heap)

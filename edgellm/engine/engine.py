@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgellm.engine.actor import EngineActor
 from edgellm.engine.command_queue import EngineChannel, ShutdownMode
-from edgellm.engine.config import EngineConfig, check_positive
+from edgellm.engine.config import EngineConfig
 from edgellm.engine.metrics import EngineMetrics
 from edgellm.engine.prefix import prefix_key
 from edgellm.engine.records import RequestHandle, RequestRecord
-from edgellm.errors import (
-    CallerError,
-    ContractViolation,
-    InvalidArgumentError,
-)
+from edgellm.errors import CallerError, ContractViolation, InvalidArgumentError
+from edgellm.foreign import describe_value
 from edgellm.sampling.params import SamplingParams
-from edgellm.session.request_check import check_supported
+from edgellm.session.request_check import check_priority, check_supported, check_timeout_seconds
 from edgellm.session.types import SessionOptions
+from edgellm.streaming import StreamChannel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
     from edgellm.session.base import RuntimeSession
     from edgellm.session.types import RequestId
-    from edgellm.streaming import StreamChannel
 
 __all__ = ["EngineConfig", "EngineMetrics", "RequestEngine", "RequestHandle", "ShutdownMode"]
 
@@ -100,15 +97,21 @@ class RequestEngine:
 
     # ---- requests -------------------------------------------------------------------------------------
 
-    def submit(self, request: LLMGenerationRequest) -> RequestHandle:
+    def submit(self, request: LLMGenerationRequest, *, wait: bool = False) -> RequestHandle:
         """Accept a request; never waits for the actor.
 
         The request object is not modified; its stream channel, if it brings one, is adopted.
 
+        Args:
+            wait: where it would be refused because too many are pending, let it stand in line, outside
+                `max_pending_requests`, until one has ended; for callers that wait for the outcome anyway.  Its
+                timeout runs meanwhile, and a cancel ends it there.
         Raises:
             UnsupportedRequestError: a kind of request that is never served.
-            InvalidArgumentError: its stream channel was used before.
-            SubmitError: too many are pending, the queue is full, or the engine is ending; may pass.
+            InvalidArgumentError: its priority, timeout, sampling, token callback or stream channel is malformed, or
+                its stream channel was used before.
+            SubmitError: too many are pending, the queue is full, or the engine is ending; may pass.  With `wait`
+                only the last.
             ContractViolation: this process was forked from the one the engine runs in.
         """
         if os.getpid() != self._process_id:
@@ -117,11 +120,11 @@ class RequestEngine:
                 "does not exist; make a new one here, or start workers with the 'spawn' method"
             )
         check_supported(request)
-        _check_scheduling(request)
+        _check_engine_fields(request)
         channel = request.stream_channel
         with _claimed(channel):
-            request_id = self._channel.reserve()
-            with self._give_back_on_failure():
+            request_id = self._channel.reserve(wait=wait)
+            with self._give_back_on_failure(wait=wait):
                 record = RequestRecord(
                     request_id=request_id,
                     request=dataclasses.replace(request),
@@ -130,7 +133,7 @@ class RequestEngine:
                     note_stream=self._channel.note_stream,
                 )
                 record.prefix_key = prefix_key(request)
-                self._channel.post(record)
+                self._channel.post(record, wait=wait)
         return RequestHandle(record)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -145,11 +148,11 @@ class RequestEngine:
             return None
 
     @contextlib.contextmanager
-    def _give_back_on_failure(self) -> Iterator[None]:
+    def _give_back_on_failure(self, *, wait: bool) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._channel.unreserve()
+            self._channel.unreserve(wait=wait)
             raise
 
     # ---- ending ---------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ class RequestEngine:
     # ---- observation ----------------------------------------------------------------------------------
 
     def queued(self) -> int:
-        """Requests in the backlog; not those in commands that the actor has not drained."""
+        """Requests that wait for a seat or for room; not those in commands that the actor has not drained."""
         return self._actor.queued()
 
     def resident(self) -> int:
@@ -223,14 +226,20 @@ def _adapt(
     )
 
 
-def _check_scheduling(request: LLMGenerationRequest) -> None:
+def _check_engine_fields(request: LLMGenerationRequest) -> None:
     """What the engine itself reads of a request; the rest is checked by the session's admission."""
-    if isinstance(request.priority, bool) or not isinstance(request.priority, int):
-        raise InvalidArgumentError(f"priority is {request.priority!r}; it must be an integer, smaller is more urgent")
-    if request.timeout_seconds is not None:
-        check_positive("timeout_seconds", request.timeout_seconds)
+    check_priority(request.priority)
+    check_timeout_seconds(request.timeout_seconds)
     if not isinstance(request.sampling, SamplingParams):
-        raise InvalidArgumentError(f"sampling is {request.sampling!r}; pass a SamplingParams")
+        raise InvalidArgumentError(f"sampling is {describe_value(request.sampling)}; pass a SamplingParams")
+    if request.token_callback is not None and not callable(request.token_callback):
+        raise InvalidArgumentError(
+            f"token_callback is {describe_value(request.token_callback)}; pass a function of the new token ids, or None"
+        )
+    if request.stream_channel is not None and not isinstance(request.stream_channel, StreamChannel):
+        raise InvalidArgumentError(
+            f"stream_channel is {describe_value(request.stream_channel)}; pass StreamChannel.create(), or None"
+        )
 
 
 @contextlib.contextmanager

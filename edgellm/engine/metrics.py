@@ -96,7 +96,8 @@ class EngineMetrics:
     """Counters over the engine's life.  Each field is accurate; several read together are no atomic cut.
 
     Attributes:
-        submitted, refused: submits accepted, and refused by the engine's own limits.
+        submitted, refused: submits accepted, and refused by the engine's own limits; one that stands in line
+            (`submit(wait=True)`) is accepted.
         completed, cancelled, failed: published outcomes; they sum to `submitted` once all are terminal.
         timed_out: those of `cancelled` whose `timeout_seconds` ended them.
         stalls: boundaries at which the first waiting request had to wait, by `StallReason`.

@@ -42,21 +42,22 @@ def _start(request: LLMGenerationRequest) -> tuple[str, object]:
         ids = tuple(int(token) for token in islice(iter(request.prompt_token_ids), KEY_TOKENS))
         return "ids", ids if len(ids) == KEY_TOKENS else None
     if request.messages is not None:
-        return "messages", _enough(_conversation(request))
+        start = _enough(_conversation(request))
+        # Template arguments first, because a template writes them there too (tools, say).
+        return "messages", None if start is None else (repr(sorted(request.chat_template_kwargs.items())), start)
     return "prompt", _enough(request.prompt or "")
 
 
 def _conversation(request: LLMGenerationRequest) -> str:
-    """The beginning of the conversation; template arguments come first, because a template does likewise."""
-    text = repr(sorted(request.chat_template_kwargs.items())) if request.chat_template_kwargs else ""
-    extra = len(text)
+    """The beginning of the conversation: at least `KEY_CHARACTERS` where it has so many."""
+    text = ""
     for message in request.messages or ():
         content = message.get("content")
         start = content[:KEY_CHARACTERS] if isinstance(content, str) else repr(content)
         text += f"\x1f{message.get('role')}\x1e{start}"
-        if len(text) >= extra + KEY_CHARACTERS:
+        if len(text) >= KEY_CHARACTERS:
             break
-    return text[: extra + KEY_CHARACTERS] if len(text) >= extra + KEY_CHARACTERS else ""
+    return text
 
 
 def _enough(text: str) -> str | None:

@@ -9,13 +9,9 @@ import time
 from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
-from edgellm.errors import (
-    FOREIGN_ERRORS,
-    ContractViolation,
-    RequestCancelled,
-    RequestFailed,
-    RequestTimedOut,
-)
+from edgellm.argument_check import wait_seconds
+from edgellm.errors import ContractViolation, RequestCancelled, RequestFailed, RequestTimedOut
+from edgellm.foreign import call_foreign
 from edgellm.log import get_logger
 from edgellm.request import CancelToken
 from edgellm.session.types import FinishReason
@@ -63,7 +59,7 @@ class RequestRecord:
         partial: what a request had generated that was cancelled or failed, as far as it is known.
         submitted_at, seated_at, first_token_at: seconds of `time.perf_counter()`; 0.0 before the event.
         readmitted: it was moved to a new session after a refused step; happens at most once.
-        deadline: when it ends unless it has an outcome, on the same clock; None never.
+        timeout_seconds: of the request.
         timed_out: its deadline was what cancelled it.
         prefix_key: what it has in common with requests that share a prefix with it; see `prefix_key()`.
         overtaken: how often a later request got a seat before it.
@@ -82,7 +78,6 @@ class RequestRecord:
         "arrival",
         "cancel_token",
         "channel",
-        "deadline",
         "error_message",
         "first_token_at",
         "id",
@@ -101,6 +96,7 @@ class RequestRecord:
         "submitted_at",
         "suspect",
         "timed_out",
+        "timeout_seconds",
     )
 
     def __init__(
@@ -126,8 +122,7 @@ class RequestRecord:
         self.seated_at = 0.0
         self.first_token_at = 0.0
         self.readmitted = False
-        timeout = request.timeout_seconds
-        self.deadline = None if timeout is None else self.submitted_at + timeout
+        self.timeout_seconds = request.timeout_seconds
         self.timed_out = False
         self.prefix_key: PrefixKey | None = None
         self.overtaken = 0
@@ -147,6 +142,11 @@ class RequestRecord:
         self._sealed = False
         if channel is not None:
             channel.add_cancel_listener(self._plant_cancel)
+
+    @property
+    def deadline(self) -> float | None:
+        """When it ends unless it has an outcome, on the clock of `submitted_at`; None never."""
+        return None if self.timeout_seconds is None else self.submitted_at + self.timeout_seconds
 
     @property
     def cancelled(self) -> bool:
@@ -203,11 +203,7 @@ class RequestRecord:
             callbacks, self._done_callbacks = self._done_callbacks, []
             self._condition.notify_all()
         for callback in callbacks:
-            try:
-                callback()
-            except FOREIGN_ERRORS:
-                # A caller's mistake must not reach the engine's thread.
-                _logger.exception("request %d: a done callback raised", self.id)
+            self._call_back(callback)
 
     # ---- stream ---------------------------------------------------------------------------------------
 
@@ -271,12 +267,17 @@ class RequestRecord:
             return self._condition.wait_for(self._released, timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the outcome is published: on the engine's thread, or now."""
+        """Call `callback` once the outcome is published: on the engine's thread, or now.  What it raises is logged."""
         with self._condition:
             if not self.outcome_published:
                 self._done_callbacks.append(callback)
                 return
-        callback()
+        self._call_back(callback)
+
+    def _call_back(self, callback: Callable[[], None]) -> None:
+        error = call_foreign(callback)
+        if error is not None:
+            _logger.error("request %d: a done callback raised", self.id, exc_info=error)
 
     def _released(self) -> bool:
         if self.outcome_published:
@@ -326,7 +327,11 @@ class RequestHandle:
         return self._record.open_stream(stream_interval=stream_interval, max_pending_chunks=max_pending_chunks)
 
     def ready(self) -> bool:
-        """Whether the outcome is published, so that `get()` returns without waiting."""
+        """Whether the outcome is published, so that `get()` returns without waiting.
+
+        A cancel releases `get()` at once, the outcome follows when the engine has seen it: for some milliseconds
+        after `get()` raised `RequestCancelled` this is still False.
+        """
         return self._record.outcome_published
 
     def cancel(self) -> None:
@@ -340,15 +345,17 @@ class RequestHandle:
         left to take the answer.
 
         Args:
-            timeout: seconds; None waits without limit.
+            timeout: seconds, 0 or more; None and infinity wait without limit.
         Raises:
+            InvalidArgumentError: `timeout` is no such number; the request runs on.
             TimeoutError: the time is up; the request runs on and `get` may be called again.
             RequestCancelled: somebody cancelled the request.
             RequestTimedOut: its `timeout_seconds` were over; a `RequestCancelled` too.
             RequestFailed: it ended with an error; the message says why.
         """
+        seconds = wait_seconds("timeout", timeout)
         try:
-            done = self._record.wait(timeout)
+            done = self._record.wait(seconds)
         except BaseException:
             self._record.cancel()
             raise
@@ -369,17 +376,18 @@ class RequestHandle:
         return self._outcome()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the outcome is published: on the engine's thread, or now.  Must not block."""
+        """Call `callback` once the outcome is published: on the engine's thread, or now.
+
+        It must not block.  What it raises is logged, and goes no further.
+        """
         self._record.add_done_callback(callback)
 
     def _outcome(self) -> LLMGenerationResponse:
         record = self._record
         if record.outcome_published and record.status is TerminalStatus.EXECUTION_ERROR:
             raise RequestFailed(f"request {record.id} failed: {record.error_message}")
-        if record.response is None and record.timed_out and record.deadline is not None:
-            raise RequestTimedOut(
-                f"request {record.id} timed out {record.deadline - record.submitted_at:g} s after its submit"
-            )
+        if record.response is None and record.timed_out:
+            raise RequestTimedOut(f"request {record.id} timed out {record.timeout_seconds} s after its submit")
         if record.response is None:
             raise RequestCancelled(f"request {record.id} was cancelled")
         return record.response

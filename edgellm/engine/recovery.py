@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgellm.foreign import call_foreign
 from edgellm.log import get_logger
 
 if TYPE_CHECKING:
@@ -43,21 +44,20 @@ class Recovery:
 
     def device_answers(self) -> bool:
         """Ask the device; a question that raises is a no."""
-        if self._device_healthy is None:
+        ask = self._device_healthy
+        if ask is None:
             return True
-        try:
-            return bool(self._device_healthy())
-        except Exception:
-            _logger.exception("asking for the device's health raised")
-            return False
+        answers: list[bool] = []
+        error = call_foreign(lambda: answers.append(bool(ask())))
+        if error is not None:
+            _logger.error("asking for the device's health raised", exc_info=error)
+        return answers == [True]
 
     def may_replay(self, record: RequestRecord) -> bool:
         """Whether the request may begin again; counts the replay when it may."""
-        if record.cancelled or record.replays >= self._max_replays or not self.device_answers():
+        if not self._has_replay_left(record) or not self.device_answers():
             return False
-        record.replays += 1
-        record.first_token_at = 0.0
-        self._metrics.replayed += 1
+        self._count_replay(record)
         return True
 
     def readmit_prompts(self, session: RuntimeSession) -> None:
@@ -71,7 +71,7 @@ class Recovery:
                 continue
             try:
                 session.release_for_readmission(seat.lengths.ref)
-            except Exception:
+            except Exception:  # this request fails with the session, others may move
                 _logger.exception("request %d could not be released for readmission", record.id)
                 continue
             record.readmitted = True
@@ -84,18 +84,24 @@ class Recovery:
             return
         for seat in self._coordinator.seats():
             record = seat.record
-            if record.cancelled or record.replays >= self._max_replays:
+            if not self._has_replay_left(record):
                 continue
             try:
                 released = session.release_for_replay(seat.lengths.ref)
-            except Exception:
+            except Exception:  # the session's state is unknown; this request fails with it, others may move
                 _logger.exception("request %d could not be released for a replay", record.id)
                 continue
             if released:
-                record.replays += 1
-                record.first_token_at = 0.0
-                self._metrics.replayed += 1
+                self._count_replay(record)
                 self._requeue(seat)
+
+    def _has_replay_left(self, record: RequestRecord) -> bool:
+        return not record.cancelled and record.replays < self._max_replays
+
+    def _count_replay(self, record: RequestRecord) -> None:
+        record.replays += 1
+        record.first_token_at = 0.0
+        self._metrics.replayed += 1
 
     def _requeue(self, seat: Seat) -> None:
         self._coordinator.detach(seat)

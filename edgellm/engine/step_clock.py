@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from edgellm.engine.step_cost import StepCostModel, StepWork
 from edgellm.session._ledger import with_prompt_left
+from edgellm.session.types import SequenceWork
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,6 @@ class StepClock:
         self._started = 0.0
         self._tokens_at = 0.0  # end of the latest step that residents who decode got tokens from
         self._decoding = False  # whether somebody who decodes is resident, after the latest step
-        self._has_prompts = False
         self._chunks = 0
 
     def prompt_tokens(self, lengths: list[LengthLedger], limits: StepLimits) -> int | None:
@@ -47,7 +47,6 @@ class StepClock:
         if self._budget is None:
             return None
         prompts = with_prompt_left(lengths)
-        self._has_prompts = bool(prompts)
         if not prompts or not limits.compact:
             return None
         spent = time.perf_counter() - self._tokens_at if self._decoding and limits.mixed else 0.0
@@ -87,8 +86,9 @@ class StepClock:
             self._decoding = len(lengths) > len(with_prompt_left(lengths))
 
     def _learn(self, result: StepResult, seconds: float, budget: float) -> None:
-        metrics, rows = self._metrics, len(result.execution)
-        work = StepWork.of_plan(result.execution) if self._has_prompts else StepWork(decode_rows=rows)
+        metrics, execution = self._metrics, result.execution
+        decodes = result.work is SequenceWork.DECODE  # then its descriptors need not be made
+        work = StepWork(decode_rows=len(execution)) if decodes else StepWork.of_plan(execution)
         if work.prompt_tokens:
             spent = self._started - self._tokens_at if self._decoding and work.decode_rows else 0.0
             metrics.budget_steps += 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from edgellm.argument_check import check_flag, check_int, check_number
 from edgellm.errors import InvalidArgumentError
+from edgellm.foreign import describe_value
 from edgellm.sampling.structured import StructuredOutput
 
 MAX_LOGIT_BIAS_ENTRIES = 1024
@@ -70,7 +71,9 @@ class SamplingParams:
         set_field(self, "stop", _as_tuple("stop", stop, "text or a list of texts"))
         set_field(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids"))
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            raise InvalidArgumentError(f"logit_bias is {self.logit_bias!r}; it must be a dict from token id to bias")
+            raise InvalidArgumentError(
+                f"logit_bias is {describe_value(self.logit_bias)}; it must be a dict from token id to bias"
+            )
         set_field(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         self._check()
 
@@ -93,21 +96,20 @@ class SamplingParams:
 
     def _check(self) -> None:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        _check_int("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
-        _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)
-        _check_number("temperature", self.temperature, low=0.0, high=100.0)
-        _check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
-        _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
-        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+            check_flag(name, getattr(self, name))
+        check_int("max_tokens", self.max_tokens, low=1)
+        check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
+        check_int("top_k", self.top_k, low=-1)
+        check_number("temperature", self.temperature, low=0.0, high=100.0)
+        check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        check_number("min_p", self.min_p, low=0.0, high=1.0)
+        check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
+        check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, low=0, high=2**64 - 1)
+            check_int("seed", self.seed, low=0, high=2**64 - 1)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+            check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
         self._check_structured()
@@ -119,13 +121,15 @@ class SamplingParams:
             )
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise InvalidArgumentError(f"stop contains {text!r}; each stop string must be non-empty text")
+                raise InvalidArgumentError(
+                    f"stop contains {describe_value(text)}; each stop string must be non-empty text"
+                )
             if len(text) > MAX_STOP_STRING_LENGTH:
                 raise InvalidArgumentError(
                     f"a stop string has {len(text)} characters, the limit is {MAX_STOP_STRING_LENGTH}; shorten it"
                 )
         for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids entry", token_id, low=0, high=2**31 - 1)
+            check_int("stop_token_ids entry", token_id, low=0)
 
     def _check_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
@@ -133,8 +137,8 @@ class SamplingParams:
                 f"logit_bias has {len(self.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS_ENTRIES}; pass fewer"
             )
         for token_id, bias in self.logit_bias.items():
-            _check_int("logit_bias token id", token_id, low=0, high=2**31 - 1)
-            _check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
+            check_int("logit_bias token id", token_id, low=0)
+            check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
 
     def _check_structured(self) -> None:
         if self.structured is None:
@@ -160,20 +164,5 @@ def _as_tuple(name: str, value: object, wanted: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be {wanted}")
+        raise InvalidArgumentError(f"{name} is {describe_value(value)}; it must be {wanted}")
     return tuple(value)
-
-
-def _check_int(name: str, value: object, *, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer from {low} to {high}")
-    if not low <= value <= high:
-        raise InvalidArgumentError(f"{name} is {value}; it must be from {low} to {high}")
-
-
-def _check_number(name: str, value: object, *, low: float, high: float, low_open: bool = False) -> None:
-    bracket = "(" if low_open else "["
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be a finite number in {bracket}{low}, {high}]")
-    if value > high or value < low or (low_open and value == low):
-        raise InvalidArgumentError(f"{name} is {value}; it must be in {bracket}{low}, {high}]")

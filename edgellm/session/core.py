@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from edgellm.errors import (
-    FOREIGN_ERRORS,
-    CompactRefusedError,
-    InvariantError,
-)
+from edgellm.errors import FOREIGN_ERRORS, CompactRefusedError, InvariantError
+from edgellm.foreign import call_foreign, describe_error
 from edgellm.log import get_logger
 from edgellm.session._decode_lane import moved_seat, named_rows, take_tokens
 from edgellm.session._ledger import poll_cancelled, renumber, split_ended, with_readers
@@ -172,16 +169,16 @@ class SessionCore(SessionAdmission):
         new = resident.generated[resident.reported :]
         if callback is None or not new:
             return
-        try:
-            callback(new)
-        except FOREIGN_ERRORS as error:
-            _logger.exception("the token callback of request %d raised", resident.request_id)
-            message = f"the token callback raised: {error}"
-            if not resident.terminal:
-                resident.end(FinishReason.ERROR, message)
-                _flush_text(resident)
-            elif resident.reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
-                resident.fail(message)
+        error = call_foreign(callback, new)
+        if error is None:
+            return
+        _logger.error("the token callback of request %d raised", resident.request_id, exc_info=error)
+        message = f"the token callback raised: {describe_error(error)}"
+        if not resident.terminal:
+            resident.end(FinishReason.ERROR, message)
+            _flush_text(resident)
+        elif resident.reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
+            resident.fail(message)
 
     def _evict(self) -> None:
         """Retire terminal residents: mechanism first, then their slots under a new epoch."""

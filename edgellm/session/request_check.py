@@ -11,8 +11,12 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from edgellm.argument_check import INT32_MAX, check_int, check_positive
 from edgellm.cache.types import Retention, RetentionPriority
 from edgellm.errors import AdmissionError, UnsupportedRequestError
+from edgellm.foreign import describe_value
 from edgellm.request import LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
 
@@ -33,11 +37,12 @@ def check_supported(request: LLMGenerationRequest) -> None:
     """
     if request.num_sequences != 1:
         raise UnsupportedRequestError(
-            f"num_sequences is {request.num_sequences}, the limit is 1; submit one request per sequence"
+            f"num_sequences is {describe_value(request.num_sequences)}, the limit is 1; submit one request per sequence"
         )
     if request.adapter_name is not None:
         raise UnsupportedRequestError(
-            f"adapter_name is {request.adapter_name!r}; adapters per request are not served, load a merged checkpoint"
+            f"adapter_name is {describe_value(request.adapter_name)}; adapters per request are not served, load a "
+            "merged checkpoint"
         )
     if request.speech_output:
         raise UnsupportedRequestError("speech_output is True; this runtime generates text only, leave it False")
@@ -53,7 +58,7 @@ def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
     """Validate a request of a served kind, before it is templated and tokenised.
 
     Raises:
-        AdmissionError: no prompt or several, a limit exceeded, a malformed message, a bias or a
+        AdmissionError: no prompt or several, a limit exceeded, a malformed message, malformed boundaries, a bias or a
             stop token id outside the vocabulary.
     """
     if not isinstance(request.sampling, SamplingParams):
@@ -73,6 +78,7 @@ def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
         )
     check_cache_salt(request.cache_salt)
     check_retention(request.retention)
+    _check_boundaries(request)
     if request.prompt is not None:
         _check_text(request.prompt, "prompt", MAX_PROMPT_TEXT_BYTES)
     if request.messages is not None:
@@ -83,6 +89,25 @@ def check_request(request: LLMGenerationRequest, *, vocab_size: int) -> None:
                 raise AdmissionError(
                     f"{name} names token id {token_id}, ids go from 0 to {vocab_size - 1}; remove the entry"
                 )
+
+
+def check_priority(priority: object) -> None:
+    """An integer of 32 bits; smaller is more urgent.
+
+    Raises:
+        InvalidArgumentError: it is not.
+    """
+    check_int("priority", priority, low=-INT32_MAX)
+
+
+def check_timeout_seconds(seconds: object) -> None:
+    """A number of seconds above 0, or None for no limit.
+
+    Raises:
+        InvalidArgumentError: it is neither.
+    """
+    if seconds is not None:
+        check_positive("timeout_seconds", seconds, wanted="a number of seconds above 0, or None for no limit")
 
 
 def check_cache_salt(salt: object) -> None:
@@ -109,13 +134,40 @@ def check_retention(retention: object) -> None:
         raise AdmissionError(f"retention is a {type(retention).__name__}; pass an edgellm.Retention")
     if not isinstance(retention.priority, RetentionPriority):
         raise AdmissionError(
-            f"retention priority is {retention.priority!r}; pass RetentionPriority.LOW, NORMAL or HIGH"
+            f"retention priority is {describe_value(retention.priority)}; pass RetentionPriority.LOW, NORMAL or HIGH"
         )
     ttl: Any = retention.ttl_seconds
     if ttl is None:
         return
     if isinstance(ttl, bool) or not isinstance(ttl, numbers.Real) or not _is_finite_time(ttl):
-        raise AdmissionError(f"retention ttl_seconds is {ttl!r}; pass a number of seconds above 0, or None")
+        raise AdmissionError(
+            f"retention ttl_seconds is {describe_value(ttl)}; pass a number of seconds above 0, or None"
+        )
+
+
+def _is_length(value: Any) -> bool:
+    """An integer of Python or numpy, 0 or more."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def _check_boundaries(request: LLMGenerationRequest) -> None:
+    """Lengths of the prompt; those beyond its end are dropped once it is tokenised."""
+    boundaries: Any = request.checkpoint_boundaries
+    tail: Any = request.replay_tail_length
+    if isinstance(boundaries, (str, bytes)) or not isinstance(boundaries, (Sequence, np.ndarray)):
+        raise AdmissionError(
+            f"checkpoint_boundaries is {describe_value(boundaries)}; pass a list of prompt lengths, or leave it out"
+        )
+    for boundary in boundaries:
+        if not _is_length(boundary):
+            raise AdmissionError(
+                f"checkpoint_boundaries holds {describe_value(boundary)}; each must be an integer of at least 0, a "
+                "length of the prompt"
+            )
+    if not _is_length(tail):
+        raise AdmissionError(
+            f"replay_tail_length is {describe_value(tail)}; it must be a number of tokens from 0 to the prompt's length"
+        )
 
 
 def _check_text(text: object, name: str, limit: int) -> int:
@@ -153,7 +205,7 @@ def _check_message(message: object, name: str) -> int:
         raise AdmissionError(f"{name} is a {type(message).__name__}; it must be a dict with 'role' and 'content'")
     role = message.get("role")
     if role not in KNOWN_ROLES:
-        raise AdmissionError(f"{name} has the role {role!r}; known roles are {', '.join(KNOWN_ROLES)}")
+        raise AdmissionError(f"{name} has the role {describe_value(role)}; known roles are {', '.join(KNOWN_ROLES)}")
     content = message.get("content")
     if content is None:
         if message.get("tool_calls"):
@@ -173,6 +225,8 @@ def _check_content_items(content: Any, name: str) -> int:
     for index, item in enumerate(content):
         kind = item.get("type") if isinstance(item, Mapping) else type(item).__name__
         if kind != "text":
-            raise AdmissionError(f"{name}[{index}] is a {kind!r} item; no encoder is loaded for it, use text items")
+            raise AdmissionError(
+                f"{name}[{index}] is a {describe_value(kind)} item; no encoder is loaded for it, use text items"
+            )
         total += _check_text(item.get("text"), f"{name}[{index}]['text']", MAX_CONTENT_ITEM_BYTES)
     return total

@@ -19,7 +19,7 @@ from edgellm.cache.types import (
     ContextCacheSequenceAdvance,
 )
 from edgellm.errors import FOREIGN_ERRORS
-from edgellm.plugin_guard import describe_error
+from edgellm.foreign import describe_error
 from edgellm.testing.conformance_journal import Journal, Promise, SequenceTruth
 
 if TYPE_CHECKING:

@@ -310,12 +310,14 @@ def test_when_full_a_stream_is_refused_and_generate_waits_its_turn() -> None:
         with pytest.raises(SubmitError, match="1 requests are pending"):
             async for _ in engine.stream(PROMPT, GREEDY):
                 pass
-        with pytest.raises(RequestTimedOut, match=r"found no room within its 0\.03 s"):
-            await engine.generate(PROMPT, GREEDY, timeout_seconds=0.03)
+        hurried = asyncio.create_task(engine.generate(PROMPT, GREEDY, timeout_seconds=0.03))
         second = asyncio.create_task(engine.generate(PROMPT, GREEDY))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
         assert not second.done()
         executor.gate.set()
+        with pytest.raises(RequestTimedOut, match=r"timed out 0\.03 s after its submit"):
+            await hurried
+        assert engine.metrics().engine.refused == 1
         assert (await second).token_ids == ANSWER
         assert (await first).token_ids == toy_generate([1, 2], 8, VOCAB)
 

@@ -259,7 +259,7 @@ def test_a_token_callback_that_raises_fails_its_request_also_on_the_last_token(s
 
     channel = StreamChannel.create()
     handle = engine.submit(ask(max_tokens=3, token_callback=callback, stream_channel=channel))
-    with pytest.raises(RequestFailed, match="the token callback raised: callback bug"):
+    with pytest.raises(RequestFailed, match="the token callback raised: ValueError: callback bug"):
         handle.get(WAIT)
     chunks = list(channel)
     assert [token for chunk in chunks for token in chunk.token_ids] == [100] * call

@@ -337,7 +337,7 @@ def test_an_error_of_edgellm_is_one_line_and_exit_code_1(
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 1
-    assert consoles[1].getvalue().strip() == "error: max_tokens is 0; it must be from 1 to 2147483647"
+    assert consoles[1].getvalue().strip() == "error: max_tokens is 0; it must be an integer from 1 to 2147483647"
 
 
 def test_doctor_reports_and_never_fetches(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

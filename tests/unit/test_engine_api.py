@@ -201,14 +201,16 @@ def test_too_many_are_refused_and_generate_waits_its_turn() -> None:
         held = [engine.submit([10 + index, 20], GREEDY) for index in range(2)]
         with pytest.raises(SubmitError, match="2 requests are pending, the limit max_pending_requests is 2"):
             engine.submit(PROMPT, GREEDY)
-        with pytest.raises(RequestTimedOut, match=r"found no room within its 0\.03 s"):
-            engine.generate(PROMPT, GREEDY, timeout_seconds=0.03)
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(2) as pool:
+            hurried = pool.submit(engine.generate, PROMPT, GREEDY, timeout_seconds=0.03)
             waiting = pool.submit(engine.generate, PROMPT, GREEDY)
-            time.sleep(0.02)
+            time.sleep(0.05)
             assert not waiting.done()
             executor.gate.set()
             assert waiting.result(10)[0].token_ids == ANSWER
+            with pytest.raises(RequestTimedOut, match=r"timed out 0\.03 s after its submit"):
+                hurried.result(10)
+        assert engine.metrics().engine.refused == 1
         assert [request.get(10).finish_reason for request in held] == ["length", "length"]
 
 

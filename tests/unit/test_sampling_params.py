@@ -10,6 +10,7 @@ import pickle
 import pytest
 
 from edgellm.errors import CallerError, InvalidArgumentError
+from edgellm.foreign import describe_value
 from edgellm.sampling.params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from edgellm.sampling.structured import StructuredOutput
 
@@ -31,7 +32,7 @@ ACCEPTED = {
 REFUSED = {
     "max_tokens": [0, -1, 2**31, 1.5, True, NAN, "8"],
     "min_tokens": [-1, 257, 1.0, False],
-    "temperature": [-0.1, 100.1, NAN, INF, "1", True, None],
+    "temperature": [-0.1, 100.1, NAN, INF, 10**400, "1", True, None],
     "top_k": [-2, 2**31, 3.0, True],
     "top_p": [0.0, 0, -0.1, 1.0001, NAN],
     "min_p": [-0.1, 1.1, NAN],
@@ -42,12 +43,16 @@ REFUSED = {
     "logprobs": [-1, MAX_LOGPROBS + 1, 2.0, True],
     "stop_token_ids": [[-1], [2**31], [1.5], [True]],
     "stop": ["", [""], ["a", 3], ["x"] * (MAX_STOP_STRINGS + 1)],
-    "logit_bias": [{-1: 0.0}, {2**31: 0.0}, {0: 100.5}, {0: NAN}, {0: "1"}, {"0": 1.0}],
+    "logit_bias": [{-1: 0.0}, {2**31: 0.0}, {0: 100.5}, {0: NAN}, {0: 10**400}, {0: "1"}, {"0": 1.0}],
 }
 
 
 def cases(table: dict) -> list:
-    return [pytest.param(name, value, id=f"{name}={value!r:.20}") for name, values in table.items() for value in values]
+    return [
+        pytest.param(name, value, id=f"{name}={describe_value(value, 20)}")
+        for name, values in table.items()
+        for value in values
+    ]
 
 
 @pytest.mark.parametrize(("name", "value"), cases(ACCEPTED))
@@ -65,13 +70,13 @@ def test_value_out_of_range_is_refused_and_named(name, value):
 
 
 def test_message_names_value_and_limits():
-    with pytest.raises(InvalidArgumentError, match=r"^top_p is 1\.5; it must be in \(0\.0, 1\.0\]$"):
+    with pytest.raises(InvalidArgumentError, match=r"^top_p is 1\.5; it must be a finite number in \(0\.0, 1\.0\]$"):
         SamplingParams(top_p=1.5)
-    with pytest.raises(InvalidArgumentError, match=r"^max_tokens is 0; it must be from 1 to 2147483647$"):
+    with pytest.raises(InvalidArgumentError, match=r"^max_tokens is 0; it must be an integer from 1 to 2147483647$"):
         SamplingParams(max_tokens=0)
     with pytest.raises(InvalidArgumentError, match=r"^temperature is nan; it must be a finite number"):
         SamplingParams(temperature=NAN)
-    with pytest.raises(InvalidArgumentError, match=r"^min_tokens is 9; it must be from 0 to 8$"):
+    with pytest.raises(InvalidArgumentError, match=r"^min_tokens is 9; it must be an integer from 0 to 8$"):
         SamplingParams(max_tokens=8, min_tokens=9)
 
 

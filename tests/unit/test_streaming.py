@@ -462,3 +462,27 @@ def test_a_cancel_from_inside_a_push_does_not_deadlock():
     assert not pusher.is_alive()
     assert channel.is_cancelled()
     assert [c.token_ids for c in channel] == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("stream_interval", "1", "stream_interval is '1'; it must be an integer"),
+        ("stream_interval", None, "stream_interval is None; it must be an integer"),
+        ("stream_interval", 1.5, r"stream_interval is 1\.5; it must be an integer"),
+        ("max_pending_chunks", True, "max_pending_chunks is True; it must be an integer from 0"),
+        ("max_pending_chunks", 10**400, r"max_pending_chunks is 10+\.\.\.; it must be an integer from 0"),
+        ("skip_special_tokens", 1, "skip_special_tokens is 1; it must be True or False"),
+    ],
+)
+def test_options_of_another_type_are_refused(option, value, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        StreamChannel.create(**{option: value})
+
+
+def test_a_wait_may_be_longer_than_a_lock_takes_and_must_be_a_number():
+    channel = StreamChannel.create()
+    channel.push(StreamChunk(token_ids=[7]))
+    assert channel.wait_pop(1e308).token_ids == [7]
+    with pytest.raises(InvalidArgumentError, match="timeout is nan; it must be a number of seconds, 0 or more"):
+        channel.wait_pop(float("nan"))
