@@ -29,6 +29,14 @@ PROMPT = [10, 20, 30, 40, 50]
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def interrupts_arrive() -> Iterator[None]:
+    """A job that a shell started in the background ignores SIGINT, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def parts() -> Parts:
     return toy_parts()
