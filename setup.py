@@ -31,12 +31,16 @@ MODULES = [
     "edgellm._core.recount",
     "edgellm._core.cache_manager",
     # Host code that knows requests lies beside the session.
+    "edgellm.session._slots",
     "edgellm.session._finish",
     "edgellm.session._ledger",
     "edgellm.session._step_plan",
     "edgellm.session._plan_check",
     "edgellm.session._decode_lane",
     "edgellm.session._lowering",
+    "edgellm.runtime._step_packing",
+    # The CUDA driver by address; builds and imports on any machine.
+    "edgellm.kernels._launch",
 ]
 
 # C kernels: the module and the C files it is linked with.

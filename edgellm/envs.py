@@ -31,6 +31,7 @@ VARIABLES: tuple[EnvVar, ...] = (
     ),
     EnvVar("EDGELLM_PLUGINS_STRICT", "0", "1 raises when a plugin fails to load instead of skipping it"),
     EnvVar("EDGELLM_CPU_ISA", "the best there is", "highest CPU kernel instruction set: 0 portable, 1 AVX2, 2 AVX-512"),
+    EnvVar("EDGELLM_KERNEL_CACHE", "`kernels` in `EDGELLM_HOME`", "folder of the compiled CUDA kernels"),
     EnvVar("EDGELLM_DEBUG", "0", "build time only: 1 builds the extensions with checks, line trace and assertions"),
 )
 
@@ -49,6 +50,29 @@ def home() -> Path:
     except RuntimeError as error:
         state = f"is {explicit!r}" if explicit else "is unset"
         raise InvalidArgumentError(f"EDGELLM_HOME {state}; use the path of a folder ({error})") from error
+
+
+def kernel_cache() -> Path:
+    """Folder of the compiled CUDA kernels: `EDGELLM_KERNEL_CACHE`, else `kernels` in `home()`.
+
+    Raises:
+        InvalidArgumentError: it starts with the home of a user who does not exist.
+    """
+    explicit = os.environ.get("EDGELLM_KERNEL_CACHE")
+    if not explicit:
+        return home() / "kernels"
+    try:
+        return Path(explicit).expanduser()
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"EDGELLM_KERNEL_CACHE is {explicit!r}; use the path of a folder ({error})"
+        ) from error
+
+
+def cuda_toolkits() -> tuple[Path, ...]:
+    """Folders of CUDA toolkits that the environment names: `CUDA_HOME`, then `CUDA_PATH`."""
+    values = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
+    return tuple(Path(value) for value in values if value)
 
 
 def log_level() -> str:

@@ -73,6 +73,14 @@ class PluginError(CallerError, RuntimeError):
     """A plugin could not be loaded, or no installed plugin serves what a deployment needs."""
 
 
+class KernelError(CallerError, RuntimeError):
+    """A CUDA kernel cannot be had: no driver, no such variant, an architecture that it does not compile for."""
+
+
+class KernelCompileError(KernelError):
+    """A CUDA kernel does not compile; the message ends with the compiler's log."""
+
+
 class BrokenInvariantError(EdgeLLMError, RuntimeError):
     """Internal state is wrong or unknown.  Stop using the object that raised this."""
 

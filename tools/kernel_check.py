@@ -1,22 +1,23 @@
 """Compile check of every kernel source: warnings are errors, nothing is linked or run.
 
-C and C++ sources below edgellm/kernels/cpu are compiled with the host compiler.  CUDA sources below
-edgellm/kernels/cu are compiled with nvcc for each target architecture, when nvcc is present.
+C and C++ sources below edgellm/kernels/cpu are compiled with the host compiler; the CUDA kernels by `cuda_check`.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
+import cuda_check
+
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ROOT / "edgellm" / "kernels"
+CPU_KERNELS = ROOT / "edgellm" / "kernels" / "cpu"
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
-CUDA_ARCHITECTURES = ("80", "87", "89", "90a", "120a")
 
 
 def include_flags() -> list[str]:
@@ -32,24 +33,32 @@ def host_command(source: Path) -> list[str]:
     return [compiler, standard, "-O2", "-fsyntax-only", *WARNINGS, *include_flags(), str(source)]
 
 
-def cuda_commands(source: Path) -> list[list[str]]:
-    common = ["nvcc", "-std=c++17", f"-I{KERNELS / 'cu' / 'include'}", "-cubin", "-o", os.devnull]
-    return [[*common, f"-arch=sm_{arch}", str(source)] for arch in CUDA_ARCHITECTURES]
+def check_host() -> int:
+    """Compile the CPU kernels; returns how many sources are bad."""
+    sources = [path for suffix in ("c", "cpp", "cc") for path in sorted(CPU_KERNELS.rglob(f"*.{suffix}"))]
+    # Cython writes its output beside its source; that is the Cython build's to check.
+    sources = [path for path in sources if not path.with_suffix(".pyx").exists()]
+    failed = [path for path in sources if subprocess.run(host_command(path), check=False).returncode != 0]
+    print(f"kernel_check: {len(sources)} host sources compiled, {len(failed)} bad")
+    return len(failed)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", default=[], metavar="OP", help="this op or kernel; may be repeated")
+    parser.add_argument("--all", action="store_true", help="every architecture that is supported")
+    parser.add_argument("--arch", action="append", type=int, default=[], metavar="NN", help="this one, such as 87")
+    return parser.parse_args()
 
 
 def main() -> int:
-    host = [path for suffix in ("c", "cpp", "cc") for path in sorted((KERNELS / "cpu").rglob(f"*.{suffix}"))]
-    # Cython writes its output beside its source; that is the Cython build's to check.
-    host = [path for path in host if not path.with_suffix(".pyx").exists()]
-    cuda = sorted((KERNELS / "cu").rglob("*.cu"))
-    commands = [host_command(path) for path in host]
-    if cuda and shutil.which("nvcc") is None:
-        print(f"kernel_check: nvcc is not installed here, {len(cuda)} CUDA sources skipped")
-    elif cuda:
-        commands += [command for path in cuda for command in cuda_commands(path)]
-    failed = [command[-1] for command in commands if subprocess.run(command, check=False).returncode != 0]
-    print(f"kernel_check: {len(host)} host and {len(cuda)} CUDA sources, {len(commands)} compiled, {len(failed)} bad")
-    return 1 if failed else 0
+    started = time.monotonic()
+    options = arguments()
+    everywhere = cuda_check.ALL_ARCHITECTURES if options.all else cuda_check.DEFAULT_ARCHITECTURES
+    bad = 0 if options.only else check_host()
+    bad += cuda_check.check(options.only, options.arch or everywhere)
+    print(f"kernel_check: {bad} bad, {time.monotonic() - started:.0f} s")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

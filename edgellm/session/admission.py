@@ -31,6 +31,7 @@ class SessionAdmission(SessionFrame):
             exclusive = self.requires_exclusive_admission(request)
             self._check_call_order(request_id, exclusive)
             check_supported(request)
+            self._check_decoder(request)
             uniform = self.requires_uniform_sampling(request)
             self._check_uniform(request, uniform)
             check_request(request, vocab_size=self._geometry.vocab_size)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from edgellm.errors import ContractViolation, InvariantError
 from edgellm.log import get_logger
 from edgellm.session._ledger import still_running
+from edgellm.session._slots import ResidentSlotPool
 from edgellm.session._step_plan import StepPlan
 from edgellm.session.base import RuntimeSession
 from edgellm.session.channels import attach_late, finish_unfinished
 from edgellm.session.materialize import materialize_result
 from edgellm.session.plan_check import PlanLimits, StepShape
 from edgellm.session.resident import Resident
-from edgellm.session.slots import ResidentSlotPool
 from edgellm.session.text import TextPipeline
 from edgellm.session.types import (
     AdmissionStatus,
@@ -170,6 +170,13 @@ class SessionFrame(RuntimeSession):
         self._driving = ""
 
     # ---- mechanism, supplied by a subclass --------------------------------------------------------------
+
+    def _check_decoder(self, request: LLMGenerationRequest) -> None:
+        """Refuse what the deployment's decoder cannot run.
+
+        Raises:
+            UnsupportedRequestError: it cannot; nothing was changed.
+        """
 
     @abstractmethod
     def _reserve(self, resident: Resident) -> Reservation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgellm.cache.advances import OneTokenAdvances
+from edgellm.cache.deployment import VERIFYING_DECODERS
 from edgellm.cache.types import (
     ContextCacheBatchAdmission,
     ContextCacheCoordinatorStatus,
@@ -18,7 +19,7 @@ from edgellm.cache.types import (
     ContextCacheSequenceAdvance,
 )
 from edgellm.decoding.base import DecodingSeat
-from edgellm.errors import AdmissionError, BrokenInvariantError, InvalidArgumentError
+from edgellm.errors import AdmissionError, BrokenInvariantError, InvalidArgumentError, UnsupportedRequestError
 from edgellm.log import get_logger
 from edgellm.runtime.lowering import BatchLowering
 from edgellm.sampling.state import SamplingState
@@ -127,6 +128,14 @@ class RankRuntimeSession(SessionCore):
         return sequence.chain.hash_at(block)
 
     # ---- admission --------------------------------------------------------------------------------------
+
+    def _check_decoder(self, request: LLMGenerationRequest) -> None:
+        kind = self._runtime.decoder_kind
+        if request.disable_spec_decode and kind in VERIFYING_DECODERS:
+            raise UnsupportedRequestError(
+                f"disable_spec_decode is True, but the decoder of this deployment ({kind}) only verifies proposals and "
+                "has no model that decodes without them; leave it False"
+            )
 
     def _make_sampling(self, request: LLMGenerationRequest, prompt: npt.NDArray[np.int32]) -> SamplingState:
         structured = request.sampling.structured

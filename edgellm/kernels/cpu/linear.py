@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from edgellm.errors import InvalidArgumentError
@@ -14,6 +16,19 @@ SKINNY_ROWS = _ops.SKINNY_ROWS
 # The operator that torch's compiler emits for a linear layer.  Measured at 64 to 1,024 float32 rows: twice the speed
 # of `torch.mm` with AVX-512 on AMD, where MKL stays below its best; equal with AVX2.
 _ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
+
+
+@functools.cache
+def _onednn_computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has a linear layer of this dtype on this processor; bfloat16 needs more than AVX2."""
+    if _ONEDNN is None:
+        return False
+    probe = torch.zeros((1, 8), dtype=dtype)
+    try:
+        _ONEDNN(probe, probe, None, "none", [], "")
+    except RuntimeError:  # "could not create a primitive descriptor"
+        return False
+    return True
 
 
 def linear(
@@ -71,7 +86,7 @@ def _skinny(
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if _ONEDNN is None:
+    if _ONEDNN is None or not _onednn_computes(x.dtype):
         return torch.nn.functional.linear(x, weight, bias)
     result: torch.Tensor = _ONEDNN(x, weight, bias, "none", [], "")
     return result

@@ -1,0 +1,16 @@
+def driver_version() -> int: ...
+def device_attribute(ordinal: int, attribute: int) -> int: ...
+
+class KernelFunction:
+    name: str
+    def __init__(self, code: bytes, function: bytes, ordinal: int, name: str) -> None: ...
+    def resources(self) -> dict[str, int]: ...
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+        params: int,
+        overlap: bool,
+    ) -> None: ...

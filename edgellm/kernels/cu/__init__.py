@@ -1,0 +1,1 @@
+"""CUDA operators: one wrapper module an op beside its device source.  Importable on machines without a GPU."""
