@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgellm import envs
+from edgellm.argument_check import check_flag
 from edgellm.cache.types import DeploymentConfig
 from edgellm.engine.config import EngineConfig, SchedulingOptions
 from edgellm.errors import InvalidArgumentError
 from edgellm.fetch import expand_home, resolve_model
 from edgellm.memory import MemoryBudget
 from edgellm.prompts import PromptLimits
+from edgellm.runtime.placement import KV_DTYPES, PlacementOptions
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
     from edgellm.models.loader import LoadedModel
+    from edgellm.runtime.placement import Placement
     from edgellm.runtime.rank_runtime import LLMRankRuntime
 
-DEVICES = ("auto", "cpu")
+DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d+)?")
 PAGE_SIZES = (1, 512)
-# Prompt tokens of one step: scratch memory grows with it, and arrivals and cancellations wait for a step's end.
-CPU_STEP_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class LoadOptions:
     model: str | os.PathLike[str]
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
+    deterministic: bool = False
     kv_budget: int | float | str | None = None
     page_size: int = 32
     max_batch_size: int = 8
@@ -44,10 +48,13 @@ class LoadOptions:
     max_pending_requests: int = 256
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
+        if not isinstance(self.device, str) or not DEVICE_PATTERN.fullmatch(self.device):
             raise InvalidArgumentError(
-                f"device is {self.device!r}; this version computes on {' or '.join(map(repr, DEVICES))}"
+                f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N' with a device's number"
             )
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidArgumentError(f"kv_dtype is {self.kv_dtype!r}; supported: {', '.join(map(repr, KV_DTYPES))}")
+        check_flag("deterministic", self.deterministic)
         _check_int("page_size", self.page_size, *PAGE_SIZES)
         _check_int("max_batch_size", self.max_batch_size, 1, 1024)
         if self.max_model_len is not None:
@@ -75,10 +82,28 @@ class LoadOptions:
             )
         return dataclasses.replace(scheduling, step_time_budget_ms=self.step_time_budget_ms)
 
+    def placement_options(self) -> PlacementOptions:
+        """What the device's part of the deployment needs to know."""
+        scheduling = self.scheduling_options()
+        return PlacementOptions(
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            deterministic=self.deterministic,
+            kv_budget=self.kv_budget,
+            page_size=self.page_size,
+            max_batch_size=self.max_batch_size,
+            step_tokens=max(scheduling.max_num_tokens, scheduling.max_prompt_step_tokens),
+            measures_steps=scheduling.step_time_budget_ms is not None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an LLM runs on.  The engine takes the runtime over and closes it."""
+    """What an LLM runs on.  The engine takes the runtime over and closes it.
+
+    Attributes:
+        device_healthy: asked before a lost session is replaced; None takes the device for healthy.
+    """
 
     model_name: str
     runtime: LLMRankRuntime
@@ -86,6 +111,7 @@ class Parts:
     engine_config: EngineConfig
     limits: PromptLimits
     memory_budget: MemoryBudget
+    device_healthy: Callable[[], bool] | None = None
 
 
 def assemble(
@@ -99,23 +125,32 @@ def assemble(
     Raises:
         InvalidArgumentError, FetchError, UnsupportedModelError, WeightFileError: see `LLM`.
     """
-    from edgellm.models.loader import load_model
-    from edgellm.plugins import load_plugins
-    from edgellm.runtime.executor_cpu import CpuExecutor
-    from edgellm.runtime.kv_cache import KVCache
-    from edgellm.runtime.rank_runtime import LLMRankRuntime
+    from edgellm.runtime.placement import place
     from edgellm.tokenization.tokenizer import load_tokenizer
 
     envs.cpu_isa_limit()  # the kernels read the variable themselves and take nonsense for no limit
-    plugins = load_plugins()
+    placement = place(options.device, options.placement_options())
     path = resolve_model(options.model, on_progress=on_fetch)
-    model = load_model(path, dtype=options.dtype, device="cpu", on_progress=on_load)
+    model = placement.load_model(path, on_load)
     tokenizer = load_tokenizer(path if options.tokenizer is None else expand_home("tokenizer", options.tokenizer))
+    return connect(options, placement, model, tokenizer)
+
+
+def connect(options: LoadOptions, placement: Placement, model: LoadedModel, tokenizer: Any) -> Parts:
+    """A running runtime from a loaded model.
+
+    Args:
+        placement: where `model` is.
+        tokenizer: `edgellm.tokenization.tokenizer.Tokenizer` or anything with its methods.
+    Raises:
+        InvalidArgumentError: the pool does not fit, or the options do not go with the model.
+    """
+    from edgellm.plugins import load_plugins
+    from edgellm.runtime.rank_runtime import LLMRankRuntime
+
+    plugins = load_plugins()
     max_model_len = _choose_max_model_len(options, model)
-    budget = _size_pool(options, model, max_model_len)
-    kv_cache = KVCache.for_model(
-        model.config, num_pages=budget.num_pages, page_size=budget.page_size, dtype=model.dtype
-    )
+    budget = placement.size_pool(model, max_model_len)
     deployment = DeploymentConfig(
         max_batch_size=options.max_batch_size,
         max_input_length=max_model_len,
@@ -123,20 +158,20 @@ def assemble(
         page_size=budget.page_size,
         num_pages=budget.num_pages,
     )
-    executor = CpuExecutor(model, kv_cache)
+    executor = placement.build_executor(model, budget, deployment)
     runtime = LLMRankRuntime(
         executor,
         tokenizer,
         deployment,
         plugins=plugins,
         model_fingerprint=model.fingerprint,
-        kv_dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=placement.kv_dtype_name(model),
     )
     return Parts(
         model_name=str(options.model),
         runtime=runtime,
         tokenizer=tokenizer,
-        engine_config=_engine_config(options, max_model_len),
+        engine_config=_engine_config(options, max_model_len, placement.step_tokens),
         limits=PromptLimits(
             vocab_size=executor.vocab_size,
             max_model_len=max_model_len,
@@ -145,6 +180,7 @@ def assemble(
             model_context=model.config.max_positions,
         ),
         memory_budget=budget,
+        device_healthy=placement.healthy,
     )
 
 
@@ -159,36 +195,15 @@ def _choose_max_model_len(options: LoadOptions, model: LoadedModel) -> int:
     return options.max_model_len
 
 
-def _size_pool(options: LoadOptions, model: LoadedModel, max_model_len: int) -> MemoryBudget:
-    """Pages that `kv_budget` buys; without one, every seat at full length, at most half of free memory."""
-    from edgellm.runtime.device import CpuDevice
-    from edgellm.runtime.kv_cache import KVCache, parse_kv_budget
-
-    one_page = KVCache.for_model(model.config, num_pages=1, page_size=options.page_size, dtype=model.dtype)
-    bought = parse_kv_budget(
-        options.kv_budget,
-        bytes_per_page=one_page.bytes_per_page,
-        page_size=options.page_size,
-        free_bytes=CpuDevice().free_memory_bytes(),
-        default_tokens=options.max_batch_size * max_model_len,
-    )
-    return MemoryBudget(
-        bytes_per_page=bought.bytes_per_page,
-        num_pages=bought.num_pages,
-        page_size=options.page_size,
-        max_model_len=max_model_len,
-    )
-
-
-def _engine_config(options: LoadOptions, max_model_len: int) -> EngineConfig:
-    """Steps of about `CPU_STEP_TOKENS`, of at least a page, of no more than the deployment holds."""
+def _engine_config(options: LoadOptions, max_model_len: int, step_tokens: int) -> EngineConfig:
+    """Steps of about `step_tokens`, of at least a page, of no more than the deployment holds."""
     scheduling = options.scheduling_options()
     most = options.max_batch_size * max_model_len
-    prompt_step = min(max(CPU_STEP_TOKENS, options.page_size), most)
+    prompt_step = min(max(step_tokens, options.page_size), most)
     if not scheduling.max_prompt_step_tokens and prompt_step >= options.page_size:
         scheduling = dataclasses.replace(scheduling, max_prompt_step_tokens=prompt_step)
     return EngineConfig(
-        step_token_budget=CPU_STEP_TOKENS,
+        step_token_budget=step_tokens,
         scheduling=scheduling,
         max_pending_requests=options.max_pending_requests,
         # What may be pending may also be waiting for the end of a long step.

@@ -44,8 +44,12 @@ err = Console(stderr=True, soft_wrap=True, highlight=False)
 TIME_DECIMALS = 3
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Hugging Face folder, .gguf file or a known name.")]
-DeviceOption = Annotated[str, typer.Option(help="auto or cpu.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or (on CUDA) float16.")]
+KvDtypeOption = Annotated[str, typer.Option(help="Element type of the KV pool: auto or (on CUDA) fp8.")]
+DeterministicOption = Annotated[
+    bool, typer.Option("--deterministic", help="On CUDA: answers do not depend on what else runs, to the bit; slower.")
+]
 KvBudgetOption = Annotated[
     str | None,
     typer.Option(
@@ -69,11 +73,13 @@ class ModelChoice:
     """The options that decide which LLM is made."""
 
     model: str
-    device: str
-    dtype: str
-    kv_budget: str | None
-    page_size: int
-    max_model_len: int | None
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    deterministic: bool = False
+    kv_budget: str | None = None
+    page_size: int = 32
+    max_model_len: int | None = None
 
 
 def main() -> None:
@@ -113,6 +119,8 @@ def generate(
     ] = True,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
+    deterministic: DeterministicOption = False,
     kv_budget: KvBudgetOption = None,
     page_size: PageSizeOption = 32,
     max_model_len: MaxLenOption = None,
@@ -127,7 +135,7 @@ def generate(
     """Answer one prompt; with --raw, continue it as it is (for a model without a chat template)."""
     text = sys.stdin.read() if prompt == "-" else prompt
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
-    choice = ModelChoice(model, device, dtype, kv_budget, page_size, max_model_len)
+    choice = ModelChoice(model, device, dtype, kv_dtype, deterministic, kv_budget, page_size, max_model_len)
     request: Any = [{"role": "user", "content": text}] if chat_template else text
     with open_llm(choice) as llm:
         if chat_template:
@@ -150,6 +158,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
+    deterministic: DeterministicOption = False,
     kv_budget: KvBudgetOption = None,
     page_size: PageSizeOption = 32,
     max_model_len: MaxLenOption = None,
@@ -167,7 +177,7 @@ def chat(
     conversation.
     """
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
-    choice = ModelChoice(model, device, dtype, kv_budget, page_size, max_model_len)
+    choice = ModelChoice(model, device, dtype, kv_dtype, deterministic, kv_budget, page_size, max_model_len)
     with open_llm(choice) as llm:
         require_chat_template(llm, "use edgellm generate --raw for it")
         out.print(
@@ -180,12 +190,14 @@ def chat(
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Most tokens an answer.")] = 40,
     model: ModelOption = DEFAULT_MODEL,
+    device: DeviceOption = "auto",
     kv_budget: KvBudgetOption = "8192",
 ) -> None:
     """A four-turn chat over a 2,000-token document, without and with context reuse."""
     from edgellm.demo import run_demo
 
-    choice = ModelChoice(model, "auto", "auto", kv_budget, 32, None)
+    # float32 everywhere: the answers with and without reuse are compared token by token.
+    choice = ModelChoice(model, device=device, dtype="float32", kv_budget=kv_budget)
     with open_llm(choice) as llm:
         require_chat_template(llm, "the demo is a chat; choose another model")
         same = run_demo(llm, out, max_tokens=max_tokens)
@@ -290,6 +302,8 @@ def open_llm(choice: ModelChoice) -> Iterator[LLM]:
             choice.model,
             device=choice.device,
             dtype=choice.dtype,
+            kv_dtype=choice.kv_dtype,
+            deterministic=choice.deterministic,
             kv_budget=parse_kv_budget(choice.kv_budget),
             page_size=choice.page_size,
             max_model_len=choice.max_model_len,

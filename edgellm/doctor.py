@@ -28,6 +28,7 @@ EXTENSIONS = (
     "edgellm._core.planners",
     "edgellm._core.cache_manager",
     "edgellm.kernels.cpu._ops",
+    "edgellm.kernels._launch",
 )
 
 # MurmurHash3 x64 128 of b"hello" with seed 0: a published test vector (high word, low word).
@@ -67,6 +68,8 @@ def run_checks(*, on_fetch: Progress | None = None) -> Iterator[Check]:
         ("extras", _extras),
         ("extensions", _extensions),
         ("devices", _devices),
+        ("cuda", _cuda),
+        ("cuda kernels", _cuda_kernels),
         ("memory", _memory),
         ("plugins", _plugins),
         ("default model", lambda: _default_model(on_fetch)),
@@ -126,9 +129,35 @@ def _devices() -> Check:
     capability = torch.backends.cpu.get_cpu_capability()
     parts = [f"cpu ({count(torch.get_num_threads(), 'thread')}, torch: {capability}, kernels: {kernels})"]
     if torch.cuda.is_available():
-        parts += [f"{torch.cuda.get_device_name(index)} (not used by this version)"
-                  for index in range(torch.cuda.device_count())]  # fmt: skip
+        parts += [f"{torch.cuda.get_device_name(index)} (cuda:{index})" for index in range(torch.cuda.device_count())]
     return Check("devices", Status.OK, ", ".join(parts))
+
+
+def _cuda() -> Check:
+    """The GPU that would be used, or why none is: a failure only where torch sees one."""
+    import torch
+
+    from edgellm import doctor_cuda
+
+    reason = doctor_cuda.why_not_used()
+    if reason:
+        status = Status.FAILED if torch.cuda.is_available() else Status.NOTE
+        return Check("cuda", status, f"not used: {reason}")
+    return Check("cuda", Status.OK, doctor_cuda.describe_device())
+
+
+def _cuda_kernels() -> Check:
+    """How many kernels there are and are compiled, and whether one of them computes what torch does."""
+    from edgellm import doctor_cuda
+
+    if doctor_cuda.why_not_used():
+        return Check("cuda kernels", Status.NOTE, "not tested: no CUDA device is used")
+    error = doctor_cuda.self_test_error()
+    detail = f"{doctor_cuda.describe_kernels()}; rms_norm agrees with torch to {error:.1e}"
+    if not error <= doctor_cuda.SELF_TEST_TOLERANCE:
+        detail = f"rms_norm differs from torch by {error:.1e}; the limit is {doctor_cuda.SELF_TEST_TOLERANCE:.0e}"
+        return Check("cuda kernels", Status.FAILED, detail)
+    return Check("cuda kernels", Status.OK, detail, str(envs.kernel_cache()))
 
 
 def _memory() -> Check:

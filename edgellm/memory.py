@@ -15,12 +15,14 @@ class MemoryBudget:
         bytes_per_page: K and V of one page, all layers.
         page_size: tokens a page.
         max_model_len: tokens one sequence may reach.
+        beside: what else the deployment takes of the device's memory, in words; empty on the CPU.
     """
 
     bytes_per_page: int
     num_pages: int
     page_size: int
     max_model_len: int
+    beside: str = ""
 
     @property
     def tokens(self) -> int:
@@ -36,12 +38,13 @@ class MemoryBudget:
         return self.tokens / self.max_model_len
 
     def describe(self) -> str:
-        """One line: bytes, pages, tokens, full-length sequences."""
+        """One line: bytes, pages, tokens, full-length sequences, and what the device holds beside the pool."""
         each = f"{format_bytes(self.bytes_per_page)} each" if self.num_pages > 1 else format_bytes(self.bytes_per_page)
         return (
             f"KV cache {format_bytes(self.total_bytes)}: {count(self.num_pages, 'page')} of "
             f"{count(self.page_size, 'token')} ({each}) = {count(self.tokens, 'token')}, "
             f"{self._sequences()} of full length ({count(self.max_model_len, 'token')})"
+            + (f"; {self.beside}" if self.beside else "")
         )
 
     def _sequences(self) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from edgellm.decoding.base import DecodingStrategy, StepTokens
 from edgellm.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    import torch
+
     from edgellm.plugins import DecoderRegistrar
     from edgellm.runtime.batch import Executor, RaggedBatch
+    from edgellm.sampling.result import SampleResult
     from edgellm.sampling.sampler import Sampler, SamplingState
 
 EDGELLM_API = ((1, 1), (1, 1))
@@ -28,13 +32,25 @@ class VanillaDecoder(DecodingStrategy):
         committed: list[int] = batch.query_len.tolist()
         if not rows:
             return StepTokens(token_ids=[], committed=committed, logprobs=[])
-        result = sampler.sample(logits, rows)
+        result = _sample_beside_next_step(executor, batch, sampler, rows, logits)
         return StepTokens(
             token_ids=[[token_id] for token_id in result.token_ids],
             committed=committed,
             logprobs=[None if logprobs is None else [logprobs] for logprobs in result.logprobs],
             errors=result.errors,
         )
+
+
+def _sample_beside_next_step(
+    executor: Executor, batch: RaggedBatch, sampler: Sampler, rows: Sequence[SamplingState], logits: torch.Tensor
+) -> SampleResult:
+    """Choose tokens; an executor that can computes the next step while the host goes on with them."""
+    run_ahead = getattr(executor, "run_ahead", None)
+    if run_ahead is None or all(state.num_output + 1 >= state.params.max_tokens for state in rows):
+        return sampler.sample(logits, rows)
+    result = sampler.sample(logits, rows, beside=partial(run_ahead, batch))
+    executor.ran_ahead_with(result.token_ids)  # type: ignore[attr-defined]
+    return result
 
 
 @hookimpl

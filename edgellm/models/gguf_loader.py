@@ -48,6 +48,9 @@ _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _UNSUPPORTED_YARN = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")
 _ROPE_FACTORS = "rope_freqs.weight"
 
+# Of matrices; quantised ones have no float dtype of their own.
+_WEIGHT_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
 
 class GgufSource:
     """One GGUF file, memory mapped.
@@ -130,7 +133,7 @@ class GgufSource:
             o_bias="model.layers.0.self_attn.o_proj.bias" in self._by_name,
             mlp_bias="model.layers.0.mlp.gate_proj.bias" in self._by_name,
             qk_norm="model.layers.0.self_attn.q_norm.weight" in self._by_name,
-            weight_dtype="bfloat16" if stored_types == {"BF16"} else "float32",
+            weight_dtype=_WEIGHT_DTYPES.get(stored_types.pop(), "") if len(stored_types) == 1 else "",
             bos_token_id=fields.optional_id("tokenizer.ggml.bos_token_id", vocab_size),
             eos_token_ids=fields.token_ids("tokenizer.ggml.eos_token_id", vocab_size),
             pad_token_id=fields.optional_id("tokenizer.ggml.padding_token_id", vocab_size),

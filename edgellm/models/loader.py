@@ -14,12 +14,12 @@ from edgellm.models.config import ModelConfig, config_from_hf, read_config_json
 from edgellm.models.fields import naming
 from edgellm.models.gguf_loader import GgufSource
 from edgellm.models.safetensors_source import SafetensorsSource
-from edgellm.models.weights import ModelWeights, load_weights
+from edgellm.models.weights import ModelWeights, load_weights, weight_bytes
 
 if TYPE_CHECKING:
     from edgellm.models.weights import ProgressCallback, WeightSource
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLE_BYTES = 4096
 
 
@@ -52,18 +52,21 @@ def load_model(
     """Load a Hugging Face directory or a `.gguf` file.
 
     Args:
-        dtype: "float32", "bfloat16" or "auto" (float32 on a CPU, else the file's own dtype).
+        dtype: "float32", "bfloat16", "float16" (not on a CPU) or "auto": float32 on a CPU, else the file's own
+            dtype, and bfloat16 for quantised files.
         on_progress: called as (bytes read so far, bytes in all, tensor name).
     Raises:
         UnsupportedModelError: architecture, option or tensor type that is not supported.
         WeightFileError: a file is missing, truncated or damaged.
-        InvalidArgumentError: unknown dtype.
+        InvalidArgumentError: unknown dtype, or the weights do not fit on the device.
     """
     path = Path(path)
     target = torch.device(device)
     with naming(path):
         config, source = open_checkpoint(path)
         chosen = _choose_dtype(dtype, config, target)
+        if target.type == "cuda":
+            _check_memory(config, chosen, target)
         with torch.inference_mode():
             weights = load_weights(config, source, dtype=chosen, device=target, on_progress=on_progress)
         return LoadedModel(config, weights, path, fingerprint(config, source, chosen))
@@ -105,4 +108,14 @@ def _choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
         return torch.float32 if device.type == "cpu" else DTYPES.get(config.weight_dtype, torch.bfloat16)
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype is {dtype!r}; supported: auto, {', '.join(DTYPES)}")
+    if device.type == "cpu" and DTYPES[dtype] == torch.float16:
+        raise InvalidArgumentError("dtype is 'float16', which needs a CUDA device; on a CPU use float32 or bfloat16")
     return DTYPES[dtype]
+
+
+def _check_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse weights that do not fit, before the device is asked for the memory."""
+    from edgellm.runtime.cuda_memory import check_weights_fit
+    from edgellm.runtime.device_cuda import CudaDevice
+
+    check_weights_fit(weight_bytes(config, dtype), CudaDevice(device), dtype)

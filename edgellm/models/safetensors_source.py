@@ -13,7 +13,8 @@ from edgellm.models.fields import parse_json_object, read_json_object, show
 from edgellm.models.weights import TensorSpec, sample_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import io
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 SINGLE_FILE = "model.safetensors"
@@ -62,6 +63,30 @@ class SafetensorsSource:
                 raise _truncated(path, offset + spec.num_bytes, path.stat().st_size)
         return torch.frombuffer(buffer, dtype=FLOAT_DTYPES[spec.dtype]).reshape(spec.shape)
 
+    def read_pieces(self, name: str, buffers: Iterator[memoryview]) -> Iterator[int]:
+        """Fill one buffer after another with the stored bytes of a tensor, in order; no other memory is used.
+
+        Args:
+            buffers: asked for the next one when it is needed, so that the last may still be on its way elsewhere.
+        Returns:
+            Bytes in each buffer, as they are read: all that it holds, or the rest of the tensor.
+        Raises:
+            WeightFileError: the file is shorter than when it was opened.
+        """
+        path, offset = self._places[name]
+        left = self._specs[name].num_bytes
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while left:
+                piece = next(buffers)[:left]
+                _read_fully(file, piece, path, left)
+                left -= len(piece)
+                yield len(piece)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored element type."""
+        return FLOAT_DTYPES[self._specs[name].dtype]
+
     def sample(self, name: str, num_bytes: int) -> bytes:
         """First, middle and last `num_bytes` of the stored tensor."""
         path, offset = self._places[name]
@@ -74,6 +99,16 @@ class SafetensorsSource:
                 raise WeightFileError(f"tensor {show(name)} is in {other} and in {path}; download both again")
             self._specs[name] = spec
             self._places[name] = (path, offset)
+
+
+def _read_fully(file: io.FileIO, piece: memoryview, path: Path, left: int) -> None:
+    """Fill `piece`; a read may return less than was asked for."""
+    filled = 0
+    while filled < len(piece):
+        count = file.readinto(piece[filled:])
+        if not count:
+            raise _truncated(path, file.tell() + left - filled, path.stat().st_size)
+        filled += count
 
 
 def read_index(directory: Path) -> dict[str, str] | None:

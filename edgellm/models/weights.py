@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from edgellm.errors import WeightFileError
+from edgellm.models.pinned_upload import PieceReader, PinnedUpload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -134,19 +135,37 @@ def load_weights(
     """
     specs = source.specs()
     # A trial without memory first: a config that does not fit the files must not make anybody allocate.
-    _check(_allocate(config, dtype, torch.device("meta"))[1], specs)
-    weights, targets = _allocate(config, dtype, device)
+    _check(empty_weights(config, dtype, torch.device("meta"))[1], specs)
+    weights, targets = empty_weights(config, dtype, device)
     total = sum(specs[name].num_bytes for name in targets)
+    fill = _filler(source, device)
     done = 0
     for name, target in targets.items():
-        target.copy_(source.read(name).reshape(target.shape))
+        fill(name, target)
         done += specs[name].num_bytes
         if on_progress is not None:
             on_progress(done, total, name)
     return weights
 
 
-def _allocate(
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that the weights take in memory; nothing is allocated."""
+    targets = empty_weights(config, dtype, torch.device("meta"))[1]
+    return sum(target.nbytes for target in targets.values())
+
+
+def _filler(source: WeightSource, device: torch.device) -> Callable[[str, torch.Tensor], None]:
+    """How a stored tensor gets into its slice: in pieces through pinned memory where source and device can."""
+    if device.type == "cuda" and isinstance(source, PieceReader):
+        return PinnedUpload(source, device).fill
+
+    def fill(name: str, target: torch.Tensor) -> None:
+        target.copy_(source.read(name).reshape(target.shape))
+
+    return fill
+
+
+def empty_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
     """Empty fused weights, and for each stored name the slice it fills."""

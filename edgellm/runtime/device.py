@@ -108,10 +108,10 @@ class CpuDevice(Device):
         return tensor.detach().cpu().numpy()
 
     def free_memory_bytes(self) -> int:
-        return _available_host_bytes()
+        return available_host_bytes()
 
 
-def _available_host_bytes() -> int:
+def available_host_bytes() -> int:
     """MemAvailable of the host, capped by the cgroup's limit where one is set."""
     import os
 

@@ -1,7 +1,8 @@
 """`KVCache`: the one owner and accessor of the KV layout, and the budget that sizes it.
 
 Layout: one tensor `[layer, page, 2 (K, V), kv_head, place, dim]`, so a page of one layer is contiguous and the
-tokens of one head within it are too.
+tokens of one head within it are too.  For fp8 the last two axes are bytes: the e4m3 values, then one float32 scale a
+token (`edgellm.kernels.ref.fp8_pages`), so that a page carries its scales wherever it goes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from edgellm.errors import InvalidArgumentError
+from edgellm.kernels.ref import fp8_pages
 from edgellm.log import get_logger
 from edgellm.memory import format_bytes
 
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-KV_DTYPES = (torch.float32, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+DEVICE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)
+BLOCK_BYTES = 16  # kernels read a head's block by accesses of this size
 DEFAULT_MEMORY_FRACTION = 0.5
 MAX_MEMORY_FRACTION = 0.95  # the rest is for scratch memory and for whatever else runs
 BUDGET_FORMS = "pass an int for tokens, a size like '2GiB' for bytes, or a float for a fraction of free memory"
@@ -88,16 +93,17 @@ class KVCache:
         ):
             if value < 1:
                 raise InvalidArgumentError(f"{name} is {value}; it must be at least 1")
-        if dtype not in KV_DTYPES:
-            raise InvalidArgumentError(f"KV dtype is {dtype}; supported: {', '.join(map(str, KV_DTYPES))}")
+        _check_dtype(dtype, torch.device(device), page_size, head_dim)
         self.num_layers = num_layers
         self.num_pages = num_pages
         self.num_kv_heads = num_kv_heads
         self.page_size = page_size
         self.head_dim = head_dim
-        shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
-        self._storage = torch.empty(shape, dtype=dtype, device=device)
+        self._dtype = dtype
+        shape = (num_layers, num_pages, 2, num_kv_heads, *_block_shape(dtype, page_size, head_dim))
+        self._storage = torch.empty(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device)
         self._layers = list(self._storage.unbind(0))
+        self._has_cpu_kernels = self._storage.device.type == "cpu"
 
     @classmethod
     def for_model(
@@ -122,11 +128,19 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._storage.dtype
+        """Type of the values; fp8 is stored as bytes."""
+        return self._dtype
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """All layers, (num_layers, num_pages, 2, kv_heads, ...), for kernels that move pages and tokens."""
+        return self._storage
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes that one token takes in all layers, its fp8 scales included."""
+        scale_bytes = fp8_pages.SCALE_BYTES if self._dtype == FP8 else 0
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self._dtype.itemsize + scale_bytes)
 
     @property
     def bytes_per_page(self) -> int:
@@ -137,23 +151,27 @@ class KVCache:
         return self.bytes_per_page * self.num_pages
 
     def pages(self, layer: int) -> torch.Tensor:
-        """(num_pages, 2, kv_heads, page_size, head_dim) of one layer, for kernels that read pages in place."""
+        """(num_pages, 2, kv_heads, page_size, head_dim) of one layer, for kernels that read pages in place.
+
+        fp8: uint8 (num_pages, 2, kv_heads, page_size * (head_dim + 4)).
+        """
         return self._layers[layer]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, kv_offsets: npt.NDArray[np.int64]) -> None:
         """Store K and V of T tokens.
 
         Args:
-            k, v: (T, kv_heads, head_dim), float32 or bfloat16, rows contiguous; rounded to the cache's dtype.
+            k, v: (T, kv_heads, head_dim) on the cache's device, rows contiguous; rounded to the cache's dtype.
             kv_offsets: (T,) int64, page_id * page_size + place; negative skips the token.
         Raises:
             InvalidArgumentError: shapes disagree or an offset is beyond the last page.  Nothing was written.
         """
-        if self._storage.device.type == "cpu":
+        if self._has_cpu_kernels:
             from edgellm.kernels.cpu.paged_attention import write_kv
 
             write_kv(self._layers[layer], k, v, kv_offsets)
             return
+        self._check_rows(k, v, kv_offsets)
         self._write_by_index(layer, k, v, kv_offsets)
 
     def gather(self, layer: int, page_ids: npt.NDArray[np.int32], length: int) -> torch.Tensor:
@@ -162,16 +180,24 @@ class KVCache:
         Args:
             page_ids: the sequence's pages in order; more than needed is allowed.
         Returns:
-            (2, kv_heads, length, head_dim): keys, values; a new tensor of the cache's dtype.
+            (2, kv_heads, length, head_dim): keys, values; a new tensor of the cache's dtype (fp8: float32).
         Raises:
             InvalidArgumentError: the pages do not cover `length`.
         """
-        if self._storage.device.type == "cpu":
+        if self._has_cpu_kernels:
             from edgellm.kernels.cpu.paged_attention import gather_kv
 
             return gather_kv(self._layers[layer], page_ids, length)
-        used = self._index(page_ids[: -(-length // self.page_size)])
-        return self._layers[layer][used].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].contiguous()
+        used = page_ids[: -(-length // self.page_size)]
+        if len(used) * self.page_size < length or (len(used) and not 0 <= used.min() <= used.max() < self.num_pages):
+            raise InvalidArgumentError(
+                f"{length} tokens are not covered by pages {used.tolist()} of {self.page_size} tokens "
+                f"in [0, {self.num_pages})"
+            )
+        pages = self._layers[layer][self._index(used)]
+        if self._dtype == FP8:
+            pages = fp8_pages.dequantise_pages(pages, self.page_size, self.head_dim)
+        return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].contiguous()
 
     def copy_pages(self, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]) -> None:
         """Copy whole pages, all layers; all sources are read before any target is written.
@@ -187,23 +213,68 @@ class KVCache:
                 f"{len(source_pages)} source pages, {len(target_pages)} target pages {target_pages.tolist()}; "
                 "as many targets as sources, each once, are needed"
             )
+        if self._storage.is_cuda and not np.intersect1d(source_pages, target_pages).size:
+            from edgellm.kernels.cu.copy_pages import copy_pages
+
+            copy_pages(self._storage, self._upload(source_pages), self._upload(target_pages))
+            return
+        # Through a copy of the sources: a page may be the target of one pair and the source of another.
         self._storage[:, self._index(target_pages)] = self._storage[:, self._index(source_pages)]
 
     def fill_poison(self, page_ids: npt.NDArray[np.int32] | None = None) -> None:
         """Fill pages (all of them by default) with NaN, so that reading one that was not written shows."""
-        if page_ids is None:
-            self._storage.fill_(float("nan"))
-        else:
-            self._storage[:, self._index(page_ids)] = float("nan")
+        pages = slice(None) if page_ids is None else self._index(page_ids)
+        if self._dtype != FP8:
+            self._storage[:, pages] = float("nan")
+            return
+        values, scales = fp8_pages.split_pages(self._storage, self.page_size, self.head_dim)
+        values[:, pages] = fp8_pages.E4M3_NAN
+        scales[:, pages] = float("nan")
 
     def _index(self, page_ids: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(page_ids.astype(np.int64)).to(self._storage.device)
 
+    def _upload(self, page_ids: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(page_ids, np.int32)).to(self._storage.device)
+
+    def _check_rows(self, k: torch.Tensor, v: torch.Tensor, kv_offsets: npt.NDArray[np.int64]) -> None:
+        wanted = (len(kv_offsets), self.num_kv_heads, self.head_dim)
+        if k.shape != wanted or v.shape != wanted:
+            raise InvalidArgumentError(f"K is {tuple(k.shape)} and V {tuple(v.shape)}; {wanted} is needed")
+        if len(kv_offsets) and kv_offsets.max() >= self.num_pages * self.page_size:
+            raise InvalidArgumentError(
+                f"offset {kv_offsets.max()} is beyond the last place {self.num_pages * self.page_size - 1}"
+            )
+
     def _write_by_index(self, layer: int, k: torch.Tensor, v: torch.Tensor, kv_offsets: npt.NDArray[np.int64]) -> None:
         kept = torch.from_numpy(np.flatnonzero(kv_offsets >= 0)).to(self._storage.device)
         offsets = torch.from_numpy(kv_offsets).to(self._storage.device)[kept]
-        rows = torch.stack((k[kept], v[kept]), dim=1).to(self.dtype)
-        self._layers[layer][offsets // self.page_size, :, :, offsets % self.page_size] = rows
+        pages, places = offsets // self.page_size, offsets % self.page_size
+        rows = torch.stack((k[kept], v[kept]), dim=1)
+        if self._dtype != FP8:
+            self._layers[layer][pages, :, :, places] = rows.to(self._dtype)
+            return
+        values, scales = fp8_pages.split_pages(self._layers[layer], self.page_size, self.head_dim)
+        values[pages, :, :, places], scales[pages, :, :, places] = fp8_pages.quantise_rows(rows)
+
+
+def _check_dtype(dtype: torch.dtype, device: torch.device, page_size: int, head_dim: int) -> None:
+    supported = CPU_DTYPES if device.type == "cpu" else DEVICE_DTYPES
+    if dtype not in supported:
+        remedy = "; on a CUDA device float16 and fp8 as well" if dtype in DEVICE_DTYPES else ""
+        raise InvalidArgumentError(
+            f"KV dtype is {dtype}; supported on {device.type}: {', '.join(map(str, supported))}{remedy}"
+        )
+    if dtype == FP8 and fp8_pages.head_block_bytes(page_size, head_dim) % BLOCK_BYTES:
+        raise InvalidArgumentError(
+            f"an fp8 page of {page_size} tokens takes {fp8_pages.head_block_bytes(page_size, head_dim)} bytes a head; "
+            f"a multiple of {BLOCK_BYTES} is needed, so use a page size of 16, 32, 64 or 128"
+        )
+
+
+def _block_shape(dtype: torch.dtype, page_size: int, head_dim: int) -> tuple[int, ...]:
+    """Axes of one head in one page."""
+    return (fp8_pages.head_block_bytes(page_size, head_dim),) if dtype == FP8 else (page_size, head_dim)
 
 
 def parse_kv_budget(

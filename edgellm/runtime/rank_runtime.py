@@ -90,6 +90,7 @@ class LLMRankRuntime:
         state = resources_of(executor)
         if decoder_kind in SPEC_REUSE_CONTRACTS:  # a kind that only a plugin knows is its plugin's to judge
             check_support(state.base_state_kind, decoder_kind)
+        self.decoder_kind = decoder_kind
         self.decoder: DecodingStrategy = build_decoder(plugins.choose_decoder(decoder_kind))
         self.sampler = Sampler()
         self.guidance = Guidance(tokenizer, executor.vocab_size)

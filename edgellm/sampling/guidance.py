@@ -6,8 +6,10 @@ belongs to one sequence and remembers how far its text is.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CACHED_GRAMMARS = 64
+NOTHING_ALLOWED = "the grammar allows no token that the model and the request leave"
 
 _TOO_COMPLEX = frozenset({"ParserTooComplex", "LexerTooComplex", "InternalError"})
 
@@ -31,7 +34,8 @@ class Guidance:
     Nothing is built before the first guided request: then the vocabulary is read once (a quarter of a second for 49k
     tokens), and each distinct form is compiled once and kept, the least recently used going first.
 
-    Threads: every method may be called from several threads; the first to ask builds, the others wait.
+    Threads: every method may be called from several threads.  The first to ask for a form compiles it, others who ask
+    for the same one wait for that; a form that takes long holds up nobody else.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, *, max_cached_grammars: int = MAX_CACHED_GRAMMARS) -> None:
@@ -43,9 +47,10 @@ class Guidance:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_cached = max_cached_grammars
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the forms; never held while one is compiled
+        self._compiled: OrderedDict[StructuredOutput, Future[Guide]] = OrderedDict()
+        self._bind_lock = threading.Lock()
         self._bound: tuple[GuideVocabulary, LLTokenizer] | None = None
-        self._compiled: OrderedDict[StructuredOutput, Guide] = OrderedDict()
 
     @property
     def num_cached_grammars(self) -> int:
@@ -58,23 +63,44 @@ class Guidance:
             AdmissionError: the form does not go with this tokenizer, or no text has it.  Nothing was changed.
         Cost: microseconds for a form that was compiled before.
         """
+        first = self._compiled_form(structured)
         with self._lock:
-            return self._compiled_form(structured).clone()
+            return first.clone()
 
     def prepare(self, structured: StructuredOutput) -> None:
         """Compile a form now, so that `start` finds it; raises as `start`."""
-        with self._lock:
-            self._compiled_form(structured)
+        self._compiled_form(structured)
 
     def _compiled_form(self, structured: StructuredOutput) -> Guide:
-        """The guide that those of a form are copied from; the caller holds the lock."""
-        first = self._compiled.get(structured)
-        if first is not None:
-            self._compiled.move_to_end(structured)
-            return first
-        first = self._compiled[structured] = self._compile(structured)
-        if len(self._compiled) > self._max_cached:
-            self._compiled.popitem(last=False)
+        """The guide that those of a form are copied from."""
+        while True:
+            with self._lock:
+                form = self._compiled.get(structured)
+                if form is not None:
+                    self._compiled.move_to_end(structured)
+                else:
+                    mine = self._compiled[structured] = Future()
+                    if len(self._compiled) > self._max_cached:
+                        self._compiled.popitem(last=False)
+            if form is None:
+                return self._fulfil(structured, mine)
+            with contextlib.suppress(CancelledError):  # interrupted over there: begin again here
+                return form.result()
+
+    def _fulfil(self, structured: StructuredOutput, form: Future[Guide]) -> Guide:
+        """Compile a form for everybody who waits for it; one that fails is forgotten."""
+        try:
+            first = self._compile(structured)
+        except BaseException as error:
+            with self._lock:
+                if self._compiled.get(structured) is form:
+                    del self._compiled[structured]
+            if isinstance(error, Exception):
+                form.set_exception(error)
+            else:
+                form.cancel()
+            raise
+        form.set_result(first)
         return first
 
     def _compile(self, structured: StructuredOutput) -> Guide:
@@ -98,14 +124,15 @@ class Guidance:
     def _bind(self) -> tuple[GuideVocabulary, LLTokenizer]:
         from llguidance import LLTokenizer
 
-        if self._bound is None:
-            try:
-                vocabulary = read_vocabulary(self._tokenizer, self._vocab_size)
-            except InvalidArgumentError as error:
-                raise AdmissionError(str(error)) from error
-            ends = sorted(vocabulary.end_ids)
-            self._bound = vocabulary, LLTokenizer(vocabulary.wrapper, eos_token=ends)  # type: ignore[arg-type]
-        return self._bound
+        with self._bind_lock:
+            if self._bound is None:
+                try:
+                    vocabulary = read_vocabulary(self._tokenizer, self._vocab_size)
+                except InvalidArgumentError as error:
+                    raise AdmissionError(str(error)) from error
+                ends = sorted(vocabulary.end_ids)
+                self._bound = vocabulary, LLTokenizer(vocabulary.wrapper, eos_token=ends)  # type: ignore[arg-type]
+            return self._bound
 
 
 def _check_spelling(structured: StructuredOutput, matcher: LLMatcher, vocabulary: GuideVocabulary) -> None:
@@ -147,17 +174,30 @@ class Guide:
             "", or why nothing may follow (the logits are then of no use).
         Cost: microseconds to walk the grammar, and one pass over the row.
         """
+        words, reason = self.allowed_words()
+        if reason:
+            return reason
+        forbidden = np.unpackbits(~words.view(np.uint8), bitorder="little")[: len(logits)].view(np.bool_)
+        np.putmask(logits, forbidden, -np.inf)
+        return "" if np.isfinite(logits.max()) else NOTHING_ALLOWED
+
+    def allowed_words(self) -> tuple[npt.NDArray[np.int32], str]:
+        """The tokens that may follow, packed: bit (id % 32) of word (id / 32) is set.
+
+        Returns:
+            (ceil(vocab_size / 32),) int32, the guide's own until it is asked again; and "", or why nothing may follow
+            (the words are then of no use).
+        """
         bits = self._bits
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():  # with a dead end it says that the text may end, which it may not
-            return self._failure()
-        forbidden = np.unpackbits(~bits.view(np.uint8), bitorder="little")[: len(logits)].view(np.bool_)
+            return bits, self._failure()
         if not self._started and self._vocabulary.stripped is not None:
-            forbidden |= self._vocabulary.stripped
+            stripped = np.packbits(self._vocabulary.stripped, bitorder="little")
+            bits.view(np.uint8)[: len(stripped)] &= ~stripped
         if not self._matcher.is_accepting():
-            self._forbid_early_ends(forbidden)
-        np.putmask(logits, forbidden, -np.inf)
-        return "" if np.isfinite(logits.max()) else "the grammar allows no token that the model and the request leave"
+            self._forbid_early_ends(bits)
+        return bits, ""
 
     def record(self, token_id: int) -> None:
         """The text goes on with this token.  One that may not follow makes every later `restrict` fail.  O(1)."""
@@ -169,13 +209,16 @@ class Guide:
         """An independent guide at the same place."""
         return Guide(self._matcher.deep_copy(), self._vocabulary, started=self._started)
 
-    def _forbid_early_ends(self, forbidden: npt.NDArray[np.bool_]) -> None:
+    def _forbid_early_ends(self, bits: npt.NDArray[np.int32]) -> None:
         """A grammar may name an end token, which ends the text also where the grammar goes on behind it."""
+        octets = bits.view(np.uint8)
         for token_id in self._vocabulary.end_ids:
-            if not forbidden[token_id]:
+            bit = np.uint8(1 << token_id % 8)
+            if octets[token_id // 8] & bit:
                 behind = self._matcher.deep_copy()
                 behind.consume_token(token_id)
-                forbidden[token_id] = not behind.is_accepting()
+                if not behind.is_accepting():
+                    octets[token_id // 8] &= ~bit
 
     def _failure(self) -> str:
         reason, detail = self._matcher.stop_reason(), explain(self._matcher.get_error())

@@ -15,7 +15,7 @@ Order of operations of a row, the one documented for users:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,55 +24,58 @@ from edgellm.errors import InvalidArgumentError
 from edgellm.sampling.filters import draw, min_p_indices, top_k_ids, top_p_indices, weights_of
 from edgellm.sampling.logprobs import TokenLogprobs
 from edgellm.sampling.penalties import apply_output_penalties, apply_repetition
+from edgellm.sampling.result import NO_TOKEN, SampleResult, bad_logits, min_tokens_leaves_nothing
 from edgellm.sampling.state import SamplingState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
     import torch
+
+    from edgellm.sampling.device_sampler import DeviceSampler
 
     FloatArray = npt.NDArray[np.float64]
 
 __all__ = ["NO_TOKEN", "SampleResult", "Sampler", "SamplingState"]
 
-NO_TOKEN = -1
-
-
-@dataclass(slots=True)
-class SampleResult:
-    """What one call chose; rows in the order they were given.
-
-    Attributes:
-        token_ids: one id per row; `NO_TOKEN` (-1) in rows that failed.
-        logprobs: per row, None where the request did not ask.
-        errors: row to reason, for rows whose logits or grammar allow no choice (NaN, +inf, nothing left, a dead
-            end).  Other rows are unaffected.
-    """
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
-    errors: dict[int, str] = field(default_factory=dict)
-
 
 class Sampler:
-    """Stateless; everything a row remembers is in its `SamplingState`.  Safe to share between threads."""
+    """Keeps no state of any row: that is in its `SamplingState`.  Safe to share between threads."""
 
-    __slots__ = ()
+    __slots__ = ("_device_samplers", "_lock")
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingState]) -> SampleResult:
+    def __init__(self) -> None:
+        self._device_samplers: dict[torch.device, DeviceSampler] = {}
+        self._lock = threading.Lock()
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingState],
+        *,
+        beside: Callable[[torch.Tensor], None] | None = None,
+    ) -> SampleResult:
         """Choose one token per row.  Reads the states, records nothing: call `state.record` afterwards.
 
         Args:
             logits: (L, vocab_size) float32, any device; not modified.  -inf excludes a token.
             rows: L states; the same state may not appear twice at one position.
+            beside: on a CUDA device, called with the (L,) int32 chosen ids there once they are enqueued and before the
+                host waits for them; what it enqueues runs beside the host's next work.  Not always called.
         Raises:
             InvalidArgumentError: shapes disagree.
-        Cost: plain greedy rows take one argmax; rows that sample O(vocab) each on the host.
+            KernelError: logits are on a CUDA device and its kernels cannot be had.
+        Cost: on the CPU, plain greedy rows take one argmax, rows that sample O(vocab) each.  On a CUDA device, a few
+            kernels for all rows and one small copy back.
         Ordering: waits for the device when logits are not on the CPU.
+        Devices: sums of weights round otherwise on a CUDA device than on the CPU, so a drawn token may differ where the
+            random number is within 1e-12 of a boundary; nothing else does.
         """
         _check_shapes(logits, rows)
-        result = SampleResult([NO_TOKEN] * len(rows), [None] * len(rows))
+        if logits.device.type == "cuda":
+            return self._on_device(logits.device).sample(logits.detach(), rows, beside)
+        result = SampleResult.nothing_yet(rows)
         plain = [row for row, state in enumerate(rows) if state.plain_greedy]
         if plain:
             _choose_plain(logits, plain, result)
@@ -82,6 +85,15 @@ class Sampler:
             for row, values in zip(others, _host_rows(logits, others), strict=True):
                 _choose_one(values, rows[row], row, result)
         return result
+
+    def _on_device(self, device: torch.device) -> DeviceSampler:
+        found = self._device_samplers.get(device)
+        if found is None:
+            from edgellm.sampling.device_sampler import DeviceSampler, kernel_ops  # needs torch
+
+            with self._lock:
+                found = self._device_samplers.setdefault(device, DeviceSampler(device, kernel_ops()))
+        return found
 
 
 def _check_shapes(logits: torch.Tensor, rows: Sequence[SamplingState]) -> None:
@@ -122,14 +134,14 @@ def _choose_plain(logits: torch.Tensor, rows: list[int], result: SampleResult) -
         if math.isfinite(value):
             result.token_ids[row] = token_id
         else:
-            result.errors[row] = _bad_logits(value)
+            result.errors[row] = bad_logits(value)
 
 
 def _choose_one(values: npt.NDArray[np.float32], state: SamplingState, row: int, result: SampleResult) -> None:
     """The whole pipeline for one row of raw logits."""
     largest = float(values.max())
     if not math.isfinite(largest):
-        result.errors[row] = _bad_logits(largest)
+        result.errors[row] = bad_logits(largest)
         return
     logits = values.astype(np.float64)
     params = state.params
@@ -148,8 +160,7 @@ def _choose_one(values: npt.NDArray[np.float32], state: SamplingState, row: int,
     if state.end_tokens_masked:
         logits[state.masked_ids] = -np.inf
         if not math.isfinite(float(logits.max())):
-            what = "logits leave" if state.guide is None else "grammar leaves"
-            result.errors[row] = f"min_tokens={params.min_tokens} excludes every token that the {what}"
+            result.errors[row] = min_tokens_leaves_nothing(state)
             return
     token_id = int(logits.argmax()) if params.greedy else _draw_token(logits, state)
     result.token_ids[row] = token_id
@@ -201,8 +212,3 @@ def _logprobs_of(logits: FloatArray, token_id: int, num_top: int) -> TokenLogpro
         pairs = zip(ids[order].tolist(), logits[ids[order]].tolist(), strict=True)
         top = tuple((top_id, value - log_total) for top_id, value in pairs if value != -math.inf)
     return TokenLogprobs(token_id, float(logits[token_id]) - log_total, top)
-
-
-def _bad_logits(largest: float) -> str:
-    found = "NaN" if math.isnan(largest) else "+inf" if largest > 0 else "no finite value"
-    return f"the model's logits contain {found}: no token can be chosen; check the weights and the dtype"

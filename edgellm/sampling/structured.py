@@ -18,7 +18,13 @@ _MAX_MESSAGE = 500
 # Without a bound a weak model may write spaces until its budget is gone.
 _WHITESPACE = r"[ \n\r\t]{1,20}"
 # Rule attributes that ask for more than a token mask: they would be accepted and ignored.
-_REFUSED_ATTRIBUTE = re.compile(r"^\s*[?!]?[A-Za-z_][\w-]*\s*\[[^\]\n]*\b(temperature|stop)\s*=", re.MULTILINE)
+# Strings and regexes are passed over: a bracket in one ends no attributes, and a word in one is none.
+_REFUSED_ATTRIBUTE = re.compile(
+    r"""^[ \t]*[?!]?[A-Za-z_][\w-]*\s*
+    \[ (?: "(?:[^"\\\n]|\\.)*" | /(?:[^/\\\n]|\\.)*/ | [^]"/\n] )*?
+    \b(temperature|stop)\s*=""",
+    re.MULTILINE | re.VERBOSE,
+)
 # How the grammar engine begins a message about a place in a grammar: "at 2(4): " is line 2, column 4.
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _MODES = ("json_schema", "json_object", "regex", "ebnf", "choice")

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from edgellm.errors import InvalidArgumentError
+from edgellm.kernels.ref.fp8_pages import dequantise_rows, quantise_rows, split_pages
+from edgellm.runtime import kv_cache
 from edgellm.runtime.kv_cache import KVBudget, KVCache, parse_kv_budget, parse_size
 
 GIB = 1 << 30
@@ -92,6 +94,92 @@ def test_poison_of_some_pages_leaves_the_others() -> None:
     cache.fill_poison(np.array([1, 3], np.int32))
     for layer in range(2):
         assert [bool(cache.pages(layer)[page].isnan().all()) for page in range(5)] == [False, True, False, True, False]
+
+
+def make_device_cache(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, page_size: int = 16, device: str = "cpu"
+) -> KVCache:
+    """A cache as a CUDA device has it; on the CPU it takes the same road, by index instead of the CPU's kernels."""
+    monkeypatch.setattr(kv_cache, "CPU_DTYPES", kv_cache.DEVICE_DTYPES)
+    cache = KVCache(
+        num_layers=2, num_pages=5, num_kv_heads=3, page_size=page_size, head_dim=6, dtype=dtype, device=device
+    )
+    cache._has_cpu_kernels = False
+    return cache
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def test_fp8_sizes_count_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_device_cache(monkeypatch, torch.float8_e4m3fn)
+    assert cache.dtype == torch.float8_e4m3fn
+    assert cache.bytes_per_token == 2 * 2 * 3 * (6 + 4)
+    assert cache.num_bytes == cache.storage.numel() == 5 * 16 * cache.bytes_per_token
+    assert cache.pages(1).shape == (5, 2, 3, 16 * (6 + 4))
+    assert cache.pages(1).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_device_cache_writes_and_gathers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: str) -> None:
+    cache = make_device_cache(monkeypatch, dtype, device=device)
+    cache.fill_poison()
+    k, v = torch.randn(2, 18, 3, 6, device=device).bfloat16()
+    offsets = np.array([*range(48, 64), 17, -1], np.int64)
+    cache.write(1, k, v, offsets)
+    gathered = cache.gather(1, np.array([3, 1], np.int32), 18)
+    assert gathered.shape == (2, 3, 18, 6)
+    assert bool(gathered[:, :, 16].isnan().all())  # place 0 of page 1 was not written
+    expected = torch.stack((k, v))[:, :17].transpose(1, 2)
+    is_fp8 = dtype == torch.float8_e4m3fn
+    expected = dequantise_rows(*quantise_rows(expected)) if is_fp8 else expected.to(dtype)
+    assert torch.equal(gathered[:, :, [*range(16), 17]], expected)
+    assert int(cache.gather(1, np.arange(5, dtype=np.int32), 80).isnan().sum()) == (5 * 16 - 17) * 2 * 3 * 6
+    assert bool(cache.gather(0, np.arange(5, dtype=np.int32), 80).isnan().all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp8_pages_carry_their_scales(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    cache = make_device_cache(monkeypatch, torch.float8_e4m3fn, device=device)
+    cache.fill_poison()
+    k, v = torch.randn(2, 16, 3, 6, device=device) * 1000
+    cache.write(0, k, v, np.arange(16, dtype=np.int64))
+    for source, target in (([0], [4]), ([4, 0], [0, 2])):
+        cache.copy_pages(np.array(source, np.int32), np.array(target, np.int32))
+    pages = [cache.gather(0, np.array([page], np.int32), 16) for page in (0, 2, 4)]
+    assert not pages[0].isnan().any()
+    assert torch.equal(pages[0], pages[1])
+    assert torch.equal(pages[0], pages[2])
+    cache.fill_poison(np.array([2], np.int32))
+    values, scales = split_pages(cache.storage, 16, 6)
+    assert bool(scales[:, 2].isnan().all())
+    assert bool((values[:, 2] == 0x7F).all())
+    assert torch.equal(cache.gather(0, np.array([0], np.int32), 16), pages[0])
+
+
+def test_device_cache_refuses_what_the_cpu_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_device_cache(monkeypatch, torch.float16)
+    rows = torch.zeros(2, 3, 6)
+    with pytest.raises(InvalidArgumentError, match="offset 80 is beyond the last place 79"):
+        cache.write(0, rows, rows, np.array([0, 80], np.int64))
+    with pytest.raises(InvalidArgumentError, match=r"K is \(2, 3, 6\) and V \(1, 3, 6\); \(2, 3, 6\) is needed"):
+        cache.write(0, rows, rows[:1], np.array([0, 1], np.int64))
+    for pages, length in (([0, 1], 33), ([0, -1], 17), ([0, 5], 17)):
+        with pytest.raises(InvalidArgumentError, match=f"{length} tokens are not covered"):
+            cache.gather(0, np.array(pages, np.int32), length)
+
+
+def test_fp8_pages_need_whole_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgumentError, match="an fp8 page of 4 tokens takes 40 bytes a head; a multiple of 16"):
+        make_device_cache(monkeypatch, torch.float8_e4m3fn, page_size=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_types_of_cuda_devices_are_refused_on_the_cpu(dtype: torch.dtype) -> None:
+    message = f"KV dtype is {dtype}; supported on cpu: torch.float32, torch.bfloat16; on a CUDA device float16 and fp8"
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_cache(dtype)
 
 
 @pytest.mark.parametrize(

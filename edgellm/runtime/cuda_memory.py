@@ -1,0 +1,120 @@
+"""Where a GPU's memory goes: weights, scratch, graphs, and what is left for the KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgellm.errors import InvalidArgumentError
+from edgellm.memory import format_bytes
+from edgellm.models.device_graph import GraphScratch
+from edgellm.runtime.cuda_graphs import MAX_GRAPHS
+from edgellm.runtime.step_buckets import StepBuckets
+
+if TYPE_CHECKING:
+    import torch
+
+    from edgellm.models.config import ModelConfig
+    from edgellm.runtime.device_cuda import CudaDevice
+    from edgellm.runtime.executor_cuda import ExecutorLimits
+
+# Of what weights and scratch leave.  Where the host lives in the same memory, more stays for it.
+DEFAULT_POOL_FRACTION = 0.85
+DEFAULT_UNIFIED_POOL_FRACTION = 0.6
+
+_LIBRARY_BYTES = 160 << 20  # cuBLAS workspaces of two streams, loaded kernels
+_SAMPLING_COPIES = 4  # of the logits rows: edited, filtered, sorted, ids
+_GRAPH_BYTES = 1 << 20  # one captured graph of a step, its kernel nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """A GPU's memory before the KV pool is allocated, in bytes.
+
+    Attributes:
+        free_bytes: what an allocation could use now, with the weights loaded.
+        scratch_bytes: reserved for a step's rows, logits, sampling and the libraries.
+        graph_bytes: reserved for captured graphs.
+    """
+
+    device_name: str
+    weights_bytes: int
+    free_bytes: int
+    scratch_bytes: int
+    graph_bytes: int
+    is_unified: bool = False
+
+    @property
+    def pool_bytes(self) -> int:
+        """The most that the KV pool can have."""
+        return max(0, self.free_bytes - self.scratch_bytes - self.graph_bytes)
+
+    @property
+    def default_fraction(self) -> float:
+        """Part of `pool_bytes` that the pool takes when nobody says how much."""
+        return DEFAULT_UNIFIED_POOL_FRACTION if self.is_unified else DEFAULT_POOL_FRACTION
+
+    def describe(self) -> str:
+        """One line beside the pool's own."""
+        shared = ", shared with the host" if self.is_unified else ""
+        return (
+            f"{self.device_name}: weights {format_bytes(self.weights_bytes)}, scratch "
+            f"{format_bytes(self.scratch_bytes)}, graphs {format_bytes(self.graph_bytes)}, "
+            f"{format_bytes(self.free_bytes)} free after the weights{shared}"
+        )
+
+
+def measure(
+    device: CudaDevice, config: ModelConfig, dtype: torch.dtype, weights_bytes: int, limits: ExecutorLimits
+) -> DeviceMemory:
+    """The memory of a device that holds the weights already.
+
+    Raises:
+        InvalidArgumentError: nothing is left for the KV pool.
+    """
+    memory = DeviceMemory(
+        device_name=device.name,
+        weights_bytes=weights_bytes,
+        free_bytes=device.free_memory_bytes(),
+        scratch_bytes=scratch_bytes(config, dtype, limits),
+        graph_bytes=graph_bytes(limits.num_slots),
+        is_unified=device.is_integrated,
+    )
+    if not memory.pool_bytes:
+        raise InvalidArgumentError(
+            f"nothing is left for the KV pool on {memory.describe()}; lower max_batch_size (now {limits.num_slots}) or "
+            "scheduling.max_num_tokens, load a smaller dtype or model, or end other programs on the GPU"
+        )
+    return memory
+
+
+def scratch_bytes(config: ModelConfig, dtype: torch.dtype, limits: ExecutorLimits) -> int:
+    """Bytes beside weights and pool that the largest ordinary step takes.
+
+    It is sized by the step's token budget, never by batch x context: prompts run in chunks.
+    """
+    largest = limits.largest_step()
+    logits = largest.logits
+    rows = GraphScratch.bytes_for(config, dtype, tokens=largest.tokens, logits=logits)
+    return rows + logits * config.vocab_size * 4 * _SAMPLING_COPIES + _LIBRARY_BYTES
+
+
+def graph_bytes(max_batch_size: int) -> int:
+    """Bytes that captured graphs may take: those made at start, and twice as many that come up later."""
+    at_start = len(StepBuckets.of(max_batch_size, decode_apart=True).at_start())
+    return min(MAX_GRAPHS, 3 * at_start) * _GRAPH_BYTES
+
+
+def check_weights_fit(needed_bytes: int, device: CudaDevice, dtype: torch.dtype) -> None:
+    """Refuse weights that will not fit, before anything is read.
+
+    Raises:
+        InvalidArgumentError: names both sizes and what to change.
+    """
+    free = device.free_memory_bytes()
+    if needed_bytes > free:
+        raise InvalidArgumentError(
+            f"the weights need {format_bytes(needed_bytes)} in {str(dtype).removeprefix('torch.')}, "
+            f"{format_bytes(free)} are free on {device.name}; load them with dtype='bfloat16' or 'float16' if that is "
+            "smaller, choose a smaller model or another device, or end other programs on the GPU"
+        )

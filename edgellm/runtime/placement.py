@@ -1,0 +1,158 @@
+"""`Placement`: everything about a deployment that depends on the device it runs on.
+
+Model loading, the size of the KV pool, the executor and the default step budget; `assembly` connects the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from edgellm.errors import InvalidArgumentError
+from edgellm.memory import MemoryBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from edgellm.cache.types import DeploymentConfig
+    from edgellm.models.loader import LoadedModel
+    from edgellm.runtime.batch import Executor
+
+    ProgressCallback = Callable[[int, int, str], None]
+
+# Prompt tokens of one step: scratch memory grows with it, and arrivals and cancellations wait for a step's end.
+CPU_STEP_TOKENS = 256
+CUDA_STEP_TOKENS = 2048
+
+KV_DTYPES = ("auto", "fp8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementOptions:
+    """The options that a placement needs; see `LLM`.
+
+    Attributes:
+        step_tokens: tokens of the largest step that the scheduling options ask for; 0 is the device's default.
+        measures_steps: somebody learns how long steps take (a step-time budget), so their ends must be seen.
+    """
+
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    deterministic: bool = False
+    kv_budget: int | float | str | None = None
+    page_size: int = 32
+    max_batch_size: int = 8
+    step_tokens: int = 0
+    measures_steps: bool = False
+
+
+class Placement(Protocol):
+    """A device, and how a deployment is put on it."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Default token budget of a step."""
+        ...
+
+    def load_model(self, path: Path, on_progress: ProgressCallback | None) -> LoadedModel:
+        """Weights on the device.  Raises: as `edgellm.models.loader.load_model`."""
+        ...
+
+    def size_pool(self, model: LoadedModel, max_model_len: int) -> MemoryBudget:
+        """Pages that `kv_budget` buys.
+
+        Raises:
+            InvalidArgumentError: they do not fit, or the options do not go with the model.
+        """
+        ...
+
+    def build_executor(self, model: LoadedModel, budget: MemoryBudget, deployment: DeploymentConfig) -> Executor:
+        """The executor with its KV pool, ready to run.
+
+        Raises:
+            InvalidArgumentError: memory ran out; the message says what to change.
+        """
+        ...
+
+    def kv_dtype_name(self, model: LoadedModel) -> str:
+        """Element type of the KV pages, part of the identity of cached state."""
+        ...
+
+    def healthy(self) -> bool:
+        """Whether the device can still compute after a failure."""
+        ...
+
+
+def place(device: str, options: PlacementOptions) -> Placement:
+    """The placement on "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        InvalidArgumentError: the device cannot be used, or an option needs another one.
+    """
+    from edgellm.runtime.device_choice import choose_device
+
+    choice = choose_device(device)
+    if choice.device.type == "cuda":
+        from edgellm.runtime.placement_cuda import CudaPlacement
+
+        return CudaPlacement(choice.device, options)
+    for name, value, default in (
+        ("kv_dtype", options.kv_dtype, "auto"),
+        ("deterministic", options.deterministic, False),
+    ):
+        if value != default:
+            raise InvalidArgumentError(
+                f"{name} is {value!r}, which needs a CUDA device; this deployment computes on the CPU ({choice.reason})"
+            )
+    return CpuPlacement(options)
+
+
+class CpuPlacement:
+    """The host's own cores and memory."""
+
+    step_tokens = CPU_STEP_TOKENS
+
+    def __init__(self, options: PlacementOptions) -> None:
+        self._options = options
+
+    def load_model(self, path: Path, on_progress: ProgressCallback | None) -> LoadedModel:
+        from edgellm.models.loader import load_model
+
+        return load_model(path, dtype=self._options.dtype, device="cpu", on_progress=on_progress)
+
+    def size_pool(self, model: LoadedModel, max_model_len: int) -> MemoryBudget:
+        """Without a budget: every seat at full length, at most half of free memory."""
+        from edgellm.runtime.device import CpuDevice
+        from edgellm.runtime.kv_cache import KVCache, parse_kv_budget
+
+        options = self._options
+        one_page = KVCache.for_model(model.config, num_pages=1, page_size=options.page_size, dtype=model.dtype)
+        bought = parse_kv_budget(
+            options.kv_budget,
+            bytes_per_page=one_page.bytes_per_page,
+            page_size=options.page_size,
+            free_bytes=CpuDevice().free_memory_bytes(),
+            default_tokens=options.max_batch_size * max_model_len,
+        )
+        return MemoryBudget(
+            bytes_per_page=bought.bytes_per_page,
+            num_pages=bought.num_pages,
+            page_size=options.page_size,
+            max_model_len=max_model_len,
+        )
+
+    def build_executor(self, model: LoadedModel, budget: MemoryBudget, deployment: DeploymentConfig) -> Executor:
+        from edgellm.runtime.executor_cpu import CpuExecutor
+        from edgellm.runtime.kv_cache import KVCache
+
+        kv_cache = KVCache.for_model(
+            model.config, num_pages=budget.num_pages, page_size=budget.page_size, dtype=model.dtype
+        )
+        return CpuExecutor(model, kv_cache)
+
+    def kv_dtype_name(self, model: LoadedModel) -> str:
+        return str(model.dtype).removeprefix("torch.")
+
+    def healthy(self) -> bool:
+        return True

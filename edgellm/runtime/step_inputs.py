@@ -1,0 +1,307 @@
+"""`StepInputs`: what a step needs on the device, packed into one staging buffer and sent by one copy.
+
+The device holds a copy of the page table.  It follows the host's by differences: of the rows that a step reads, only
+those that changed since they were last sent travel, in the same copy as the step's tokens.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from edgellm.errors import ContractViolation
+from edgellm.runtime._step_packing import (
+    count_single_tail,
+    is_sound,
+    pack_changed_rows,
+    pack_step,
+    rows_are_current,
+)
+from edgellm.runtime.executor_cpu import check_batch, kv_offsets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from edgellm.runtime.batch import RaggedBatch
+
+    Int32Array = npt.NDArray[np.int32]
+    TableUpdate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+_ALIGNMENT = 4  # 16 bytes: kernels may read a section by wide loads
+_NOTHING = -2  # no page and not "unused": an entry of which the device's copy is not known
+_UPDATE_WORDS = 16_384  # room for changed page-table rows in one copy; a step with more of them makes several
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes of a step as it is launched, padding included.
+
+    Context rows and their tokens come first, then decode rows of one token each.
+
+    Attributes:
+        context_tokens: tokens of all context rows.
+        context_rows: sequences that go through ragged attention.
+        decode_rows: sequences that go through decode attention.
+        logits: rows whose logits are computed.
+    """
+
+    context_tokens: int
+    context_rows: int
+    decode_rows: int
+    logits: int
+
+    @property
+    def tokens(self) -> int:
+        return self.context_tokens + self.decode_rows
+
+    @property
+    def rows(self) -> int:
+        return self.context_rows + self.decode_rows
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """Views of one step's inputs; T tokens, N rows, L logits rows of a `StepShape`.
+
+    Attributes:
+        token_ids, positions: (T,) int32; 0 in padding.
+        token_seq: (T,) int32, row of each token; -1 in padding.
+        slots: (N,) int32, page-table row of each sequence; -1 in padding.
+        query_start: (N + 1,) int32, first token of each row.
+        past_len: (N,) int32, tokens that had state before the step.
+        lengths: (N,) int32, tokens that have state after it; 0 in padding.
+        logits_index: (L,) int32, token of each logits row; 0 in padding.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    token_seq: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    past_len: torch.Tensor
+    lengths: torch.Tensor
+    logits_index: torch.Tensor
+
+
+_SECTIONS = tuple(field.name for field in fields(StepTensors))
+
+
+def section_sizes(shape: StepShape) -> tuple[int, ...]:
+    """int32 words of each section of `StepTensors`, in order, alignment not included."""
+    return (
+        *(shape.tokens, shape.tokens, shape.tokens),
+        *(shape.rows, shape.rows + 1, shape.rows, shape.rows),
+        shape.logits,
+    )
+
+
+def section_starts(shape: StepShape) -> list[int]:
+    """First word of each section, and at the end the words of all of them."""
+    starts = [0]
+    for size in section_sizes(shape):
+        starts.append(starts[-1] + _aligned(size))
+    return starts
+
+
+class StepInputs:
+    """Host staging, device copy and page-table mirror of one executor.  Not thread-safe.
+
+    Args:
+        num_slots, pages_per_slot: shape of the page table.
+        page_size, num_pages: of the KV pool; a step whose pages are not in it is refused.
+        update_table: `(table, slots, rows)`, all int32 on the device: `table[slots] = rows`.
+    Ownership: the device copy of a step is valid until the next `stage`, in stream order.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        num_slots: int,
+        pages_per_slot: int,
+        page_size: int,
+        num_pages: int,
+        update_table: TableUpdate,
+    ) -> None:
+        # Rows of the copy start at multiples of 16 bytes; columns behind the host's are never read.
+        shape = (num_slots, _aligned(pages_per_slot))
+        self.table = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._shadow = np.full(shape, -1, dtype=np.int32)
+        self._pages_per_slot = pages_per_slot
+        self._page_size = page_size
+        self._num_pages = num_pages
+        self._update_table = update_table
+        self._update_words = max(_UPDATE_WORDS, shape[1] + 2 * _ALIGNMENT)
+        self._device = device
+        self._capacity = 0
+        self._staging: list[_Staging] = []
+        self._turn = 0
+        self._words = torch.empty(0, dtype=torch.int32, device=device)
+
+    def reserve(self, shape: StepShape) -> bool:
+        """Make room for a step of `shape`; True when device buffers moved, so that captured graphs are void."""
+        needed = section_starts(shape)[-1] + self._update_words
+        if needed <= self._capacity:
+            return False
+        self._capacity = needed
+        self._staging = [_Staging(needed, self._device) for _ in range(2)]
+        self._words = torch.empty(needed, dtype=torch.int32, device=self._device)
+        return True
+
+    def views(self, shape: StepShape) -> StepTensors:
+        """The device tensors of a step of `shape`; the same memory for every step of that shape."""
+        starts = section_starts(shape)
+        sizes = section_sizes(shape)
+        return StepTensors(*(self._words[start : start + size] for start, size in zip(starts, sizes, strict=False)))
+
+    def check(self, batch: RaggedBatch, vocab_size: int) -> None:
+        """Refuse a batch that contradicts itself or reads pages that it does not have.
+
+        Raises:
+            ContractViolation: names what is wrong.
+        """
+        table = (len(self._shadow), self._pages_per_slot)
+        if batch.page_rows.shape != table:
+            raise ContractViolation(
+                f"the page table is {batch.page_rows.shape} (slots, pages a slot), the executor was built for {table}"
+            )
+        if not self.is_sound(batch, vocab_size):
+            with suppress(ValueError):  # lengths of arrays that cannot even be compared
+                check_batch(batch, vocab_size)
+                kv_offsets(batch, self._page_size, self._num_pages)
+            raise ContractViolation("the arrays of the batch do not have the lengths that belong together; rebuild it")
+
+    def is_sound(self, batch: RaggedBatch, vocab_size: int) -> bool:
+        """Whether `check` would pass a batch over a page table of the right shape."""
+        return is_sound(
+            batch.token_ids,
+            batch.positions,
+            batch.query_start,
+            batch.query_len,
+            batch.past_len,
+            batch.state_index,
+            batch.page_rows,
+            batch.logits_index,
+            vocab_size,
+            self._page_size,
+            self._num_pages,
+        )
+
+    def has_rows_of(self, batch: RaggedBatch, first: int) -> bool:
+        """Whether the device's table is the host's as far as sequences from `first` on of a checked batch read it."""
+        return rows_are_current(
+            batch.query_len[first:],
+            batch.past_len[first:],
+            batch.state_index[first:],
+            batch.page_rows,
+            self._shadow,
+            self._page_size,
+        )
+
+    def stage(self, batch: RaggedBatch, shape: StepShape) -> None:
+        """Send a step that was checked: pack it, copy it, and bring the page table up to date, all in stream order.
+
+        Args:
+            shape: at least the batch's sizes, see `split_rows`; what is beyond them is padding.
+        """
+        staging = self._next_staging()
+        pack_step(
+            batch.token_ids,
+            batch.positions,
+            batch.query_len,
+            batch.past_len,
+            batch.state_index,
+            batch.logits_index,
+            staging.words,
+            count_single_tail(batch.query_len) if shape.decode_rows else 0,
+            shape.context_tokens,
+            shape.context_rows,
+            shape.decode_rows,
+            shape.logits,
+        )
+        updates = section_starts(shape)[-1]
+        sequence = self._send_rows(staging, batch, 0, updates, 0)
+        while sequence < batch.num_sequences:
+            sequence = self._send_rows(self._next_staging(), batch, updates, updates, sequence)
+
+    def stage_padding(self, shape: StepShape) -> None:
+        """Send a step in which every row is padding: it can be launched, and writes no state."""
+        staging = self._next_staging()
+        starts, sizes = section_starts(shape), section_sizes(shape)
+        staging.words[: starts[-1]] = 0
+        for name in ("token_seq", "slots"):
+            index = _SECTIONS.index(name)
+            staging.words[starts[index] : starts[index] + sizes[index]] = -1
+        staging.send(self._words, 0, starts[-1])
+
+    def forget(self) -> None:
+        """The device's copy of the table is in doubt (a step failed): send every row again before it is read."""
+        self._shadow.fill(_NOTHING)
+
+    def _next_staging(self) -> _Staging:
+        self._turn ^= 1
+        staging = self._staging[self._turn]
+        staging.wait()
+        return staging
+
+    def _send_rows(self, staging: _Staging, batch: RaggedBatch, start: int, updates: int, sequence: int) -> int:
+        """Copy words from `start` on, with changed page rows at `updates`; returns the next sequence to look at."""
+        count, width, following = pack_changed_rows(
+            batch.query_len,
+            batch.past_len,
+            batch.state_index,
+            batch.page_rows,
+            self._shadow,
+            self._page_size,
+            staging.words[: updates + self._update_words],
+            updates,
+            sequence,
+        )
+        rows = updates + _aligned(count)
+        end = rows + count * width
+        staging.send(self._words, start, end)
+        if count:
+            new_rows = self._words[rows:end].view(count, width)
+            self._update_table(self.table[:, :width], self._words[updates : updates + count], new_rows)
+        return following
+
+
+class _Staging:
+    """One host buffer; pinned where the device is a GPU, and free again once its copy was made."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._tensor = torch.empty(words, dtype=torch.int32, pin_memory=on_gpu)
+        self.words: Int32Array = self._tensor.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until the device has read what was sent from here before: two steps back, so practically at once."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def send(self, target: torch.Tensor, start: int, end: int) -> None:
+        """Copy words [start, end) to the same place of `target`, in stream order."""
+        target[start:end].copy_(self._tensor[start:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+def split_rows(batch: RaggedBatch, *, decode_apart: bool) -> StepShape:
+    """The sizes of a batch without padding.
+
+    Args:
+        decode_apart: the rows of one token at its tail go through decode attention; False makes all context rows.
+    """
+    decode = count_single_tail(batch.query_len) if decode_apart else 0
+    return StepShape(batch.num_tokens - decode, batch.num_sequences - decode, decode, len(batch.logits_index))
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT

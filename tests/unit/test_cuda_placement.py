@@ -1,0 +1,316 @@
+"""What a CUDA deployment decides without a GPU: device, memory, refusals, pieces of weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_models_weights import CONFIG, tensors
+
+from edgellm.assembly import LoadOptions, _engine_config
+from edgellm.engine.config import SchedulingOptions
+from edgellm.errors import InvalidArgumentError, StepDeviceError, WeightFileError
+from edgellm.memory import MemoryBudget
+from edgellm.models.config import ModelConfig, RopeConfig
+from edgellm.models.loader import load_model
+from edgellm.models.pinned_upload import PieceReader, PinnedUpload
+from edgellm.models.registry import Architecture
+from edgellm.models.safetensors_source import SafetensorsSource
+from edgellm.models.weights import load_weights, weight_bytes
+from edgellm.runtime import cuda_memory, device_choice, device_cuda
+from edgellm.runtime.cuda_memory import DeviceMemory
+from edgellm.runtime.device_cuda import CudaDevice, is_integrated, memory_errors, unified_free_bytes
+from edgellm.runtime.executor_cuda import ExecutorLimits
+from edgellm.runtime.placement import CPU_STEP_TOKENS, CUDA_STEP_TOKENS, CpuPlacement, PlacementOptions, place
+from edgellm.runtime.placement_cuda import check_model
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def config(**changes: Any) -> ModelConfig:
+    """Qwen3-8B's shape."""
+    values: dict[str, Any] = {
+        "architecture": Architecture.QWEN3,
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_layers": 36,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "max_positions": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope": RopeConfig(theta=1e6),
+        "tied_embeddings": False,
+        "qk_norm": True,
+    }
+    return ModelConfig(**(values | changes))
+
+
+def limits(num_slots: int = 8, pages_per_slot: int = 1280, step_tokens: int = 2048) -> ExecutorLimits:
+    return ExecutorLimits(num_slots=num_slots, pages_per_slot=pages_per_slot, step_tokens=step_tokens)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------
+
+
+def test_weight_bytes_of_a_known_model() -> None:
+    """8,190,735,360 parameters in the published checkpoint."""
+    assert weight_bytes(config(), torch.bfloat16) == 2 * 8_190_735_360
+
+
+def test_scratch_grows_with_the_step_and_the_batch_and_not_with_the_context() -> None:
+    small = cuda_memory.scratch_bytes(config(), torch.bfloat16, limits())
+    assert cuda_memory.scratch_bytes(config(), torch.bfloat16, limits(pages_per_slot=128_000)) == small
+    longer = cuda_memory.scratch_bytes(config(), torch.bfloat16, limits(step_tokens=4096))
+    token_bytes = 2 * (2 * 4096 + 6144 + 4096 + 3 * 12_288) + 128 * 4
+    assert longer - small == 2048 * token_bytes
+    more = cuda_memory.scratch_bytes(config(), torch.bfloat16, limits(num_slots=9))
+    assert more - small == token_bytes + 2 * 4096 * 2 + 5 * 151_936 * 4  # its token, its selected rows, its logits
+
+
+def test_pool_is_what_weights_scratch_and_graphs_leave() -> None:
+    memory = DeviceMemory(
+        device_name="H200", weights_bytes=16 * GIB, free_bytes=100 * GIB, scratch_bytes=GIB, graph_bytes=GIB
+    )
+    assert memory.pool_bytes == 98 * GIB
+    assert memory.default_fraction == 0.85
+    assert memory.describe() == (
+        "H200: weights 16.0 GiB, scratch 1.0 GiB, graphs 1.0 GiB, 100.0 GiB free after the weights"
+    )
+
+
+class FakeDevice:
+    """What `measure` asks a device."""
+
+    name = "board"
+
+    def __init__(self, free: int, *, unified: bool = False) -> None:
+        self._free = free
+        self.is_integrated = unified
+
+    def free_memory_bytes(self) -> int:
+        return self._free
+
+
+def test_measured_memory_of_a_unified_board() -> None:
+    device: Any = FakeDevice(8 * GIB, unified=True)
+    memory = cuda_memory.measure(device, config(), torch.bfloat16, GIB, limits())
+    assert memory.default_fraction == 0.6
+    assert memory.describe().endswith("8.0 GiB free after the weights, shared with the host")
+
+
+def test_no_room_for_a_pool_names_what_to_change() -> None:
+    device: Any = FakeDevice(100 * MIB)
+    with pytest.raises(
+        InvalidArgumentError, match=r"nothing is left for the KV pool on board.*max_batch_size \(now 8\)"
+    ):
+        cuda_memory.measure(device, config(), torch.bfloat16, GIB, limits())
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
+    device: Any = FakeDevice(15 * GIB)
+    with pytest.raises(InvalidArgumentError, match=r"need 16.0 GiB in bfloat16, 15.0 GiB are free on board.*dtype="):
+        cuda_memory.check_weights_fit(16 * GIB, device, torch.bfloat16)
+
+
+def test_out_of_memory_at_start_names_size_room_and_remedy() -> None:
+    device: Any = FakeDevice(2 * GIB)
+    for cause in (torch.cuda.OutOfMemoryError("no"), StepDeviceError("the warm-up failed")):
+        if isinstance(cause, StepDeviceError):
+            cause.__cause__ = torch.cuda.OutOfMemoryError("no")
+        with (
+            pytest.raises(
+                InvalidArgumentError, match=r"the pool need 3.0 GiB, 2.0 GiB are free on board; lower kv_budget"
+            ),
+            memory_errors("the pool", 3 * GIB, device, "lower kv_budget"),
+        ):
+            raise cause
+    with pytest.raises(StepDeviceError, match="another"), memory_errors("the pool", 1, device, ""):
+        raise StepDeviceError("another failure")
+
+
+def test_free_memory_of_a_unified_board_is_the_hosts_less_a_reserve() -> None:
+    assert unified_free_bytes(50 * GIB, 64 * GIB) == 48 * GIB
+    assert unified_free_bytes(7 * GIB, 8 * GIB) == 7 * GIB - int(0.8 * GIB)
+    assert unified_free_bytes(200 * GIB, 64 * GIB) == 62 * GIB
+    assert unified_free_bytes(GIB // 4, 8 * GIB) == 0
+
+
+def test_boards_that_share_memory_are_told_by_torch_or_by_name() -> None:
+    assert is_integrated(SimpleNamespace(is_integrated=1, name="Orin"))
+    assert not is_integrated(SimpleNamespace(is_integrated=0, name="NVIDIA H200"))
+    for name in ("Orin", "NVIDIA Thor", "NVIDIA GB10", "Xavier"):
+        assert is_integrated(SimpleNamespace(name=name))
+    assert not is_integrated(SimpleNamespace(name="NVIDIA GeForce RTX 4090"))
+
+
+def test_budget_shows_what_is_beside_the_pool() -> None:
+    budget = MemoryBudget(
+        bytes_per_page=1024, num_pages=4, page_size=16, max_model_len=64, beside="H200: weights 1 GiB"
+    )
+    assert budget.describe().endswith("(64 tokens); H200: weights 1 GiB")
+
+
+# ---- device ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU as far as torch's questions go."""
+    gpu = SimpleNamespace(capability=(9, 0), kernels="")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
+    monkeypatch.setattr(device_choice, "_why_no_kernels", lambda device: gpu.kernels)
+    return gpu
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
+    choice = device_choice.choose_device("auto")
+    assert choice.device == torch.device("cpu")
+    assert "sees no CUDA device" in choice.reason
+    for wanted in ("cuda", "cuda:1"):
+        with pytest.raises(InvalidArgumentError, match=f"device is '{wanted}'.*sees no CUDA device.*device='cpu'"):
+            device_choice.choose_device(wanted)
+    with pytest.raises(InvalidArgumentError, match="sees no CUDA device"):
+        CudaDevice("cuda")
+
+
+def test_with_a_gpu_auto_is_the_gpu_and_says_why(one_gpu: SimpleNamespace) -> None:
+    choice = device_choice.choose_device("auto")
+    assert choice.device == torch.device("cuda", 0)
+    assert choice.reason == "Card is there and its kernels compile"
+    assert device_choice.choose_device("cuda").device == torch.device("cuda", 0)
+    assert device_choice.choose_device("cpu").device == torch.device("cpu")
+
+
+def test_an_old_or_broken_gpu_is_left_aside_with_a_reason(one_gpu: SimpleNamespace) -> None:
+    one_gpu.capability = (7, 5)
+    assert "Card has compute capability 7.5, 8.0 or newer" in device_choice.choose_device("auto").reason
+    one_gpu.capability, one_gpu.kernels = (8, 7), "CUDA kernels cannot be built: no compiler"
+    choice = device_choice.choose_device("auto")
+    assert (choice.device.type, choice.reason) == ("cpu", one_gpu.kernels)
+    with pytest.raises(InvalidArgumentError, match="no compiler"):
+        device_choice.choose_device("cuda")
+
+
+def test_a_number_beyond_the_devices_is_refused(one_gpu: SimpleNamespace) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"cuda:3.*torch sees 1 CUDA devices, numbered from 0"):
+        device_choice.choose_device("cuda:3")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("name", "value"), [("kv_dtype", "fp8"), ("deterministic", True)])
+def test_options_that_need_a_gpu_are_refused_on_the_cpu(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} is {value!r}, which needs a CUDA device"):
+        place("auto", PlacementOptions(**{name: value}))
+    assert isinstance(place("auto", PlacementOptions()), CpuPlacement)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cuda:x"}, "device is 'cuda:x'; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+        ({"device": 0}, "device is 0"),
+        ({"kv_dtype": "int8"}, "kv_dtype is 'int8'; supported: 'auto', 'fp8'"),
+        ({"deterministic": 1}, "deterministic is 1; it must be True or False"),
+    ],
+)
+def test_malformed_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        LoadOptions("m", **options)
+
+
+def test_step_budget_follows_the_device() -> None:
+    options = LoadOptions("m", max_batch_size=4)
+    for tokens in (CPU_STEP_TOKENS, CUDA_STEP_TOKENS):
+        made = _engine_config(options, 4096, tokens)
+        assert (made.step_token_budget, made.scheduling.max_prompt_step_tokens) == (tokens, tokens)
+    wide = LoadOptions("m", scheduling=SchedulingOptions(max_num_tokens=5000, max_prompt_step_tokens=6000))
+    assert wide.placement_options().step_tokens == 6000
+
+
+# ---- models ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "message"),
+    [
+        (torch.float32, {"head_dim": 20}, r"20 dimensions.*multiples of 8 up to 256 in float32"),
+        (torch.float32, {"head_dim": 264}, r"264 dimensions"),
+        (torch.bfloat16, {"head_dim": 96}, r"96 dimensions.*64, 128, 256 in 16-bit types"),
+        (torch.float16, {"num_heads": 34, "num_kv_heads": 2}, r"17 query heads share a KV head; .* up to 16"),
+    ],
+)
+def test_heads_that_no_kernel_serves_are_refused(dtype: torch.dtype, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_model(config(**changes), dtype)
+    check_model(config(), dtype)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors(torch.float16), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_float16_needs_a_gpu(checkpoint: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="dtype is 'float16', which needs a CUDA device"):
+        load_model(checkpoint, dtype="float16")
+
+
+@pytest.mark.parametrize("piece_bytes", [4, 12, 64, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_weights_in_pieces_are_those_read_whole(checkpoint: Path, dtype: torch.dtype, piece_bytes: int) -> None:
+    """The pieces that go through pinned memory to a GPU, here into host memory."""
+    source = SafetensorsSource(checkpoint)
+    assert isinstance(source, PieceReader)
+    upload = PinnedUpload(source, torch.device("cpu"), piece_bytes=piece_bytes)
+    for name, spec in source.specs().items():
+        target = torch.full(spec.shape, float("nan"), dtype=dtype)
+        upload.fill(name, target)
+        assert torch.equal(target, source.read(name).to(dtype)), name
+
+
+def test_a_file_that_shrank_is_named(checkpoint: Path) -> None:
+    source = SafetensorsSource(checkpoint)
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    upload = PinnedUpload(source, torch.device("cpu"), piece_bytes=64)
+
+    def fill_all() -> Iterator[None]:
+        for name, spec in source.specs().items():
+            yield upload.fill(name, torch.empty(spec.shape))
+
+    with pytest.raises(WeightFileError, match="is truncated"):
+        list(fill_all())
+
+
+def test_sources_that_cannot_be_read_in_pieces_are_read_whole(checkpoint: Path) -> None:
+    model = load_model(checkpoint, dtype="bfloat16")
+    again = load_weights(model.config, SafetensorsSource(checkpoint), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert torch.equal(again.layers[1].gate_up, model.weights.layers[1].gate_up)
+
+
+def test_device_errors_become_step_device_errors() -> None:
+    with pytest.raises(StepDeviceError, match="waiting failed: illegal address"), device_cuda.device_errors("waiting"):
+        raise RuntimeError("illegal address")
+    with pytest.raises(ValueError, match="not a device's"), device_cuda.device_errors("waiting"):
+        raise ValueError("not a device's")
