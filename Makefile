@@ -28,10 +28,10 @@ help:
 	@echo "make unit        the test suite alone"
 	@echo "make coverage    line and branch coverage of the cache and the policies, with its floor"
 	@echo "make mutation    mutation testing of the same (an hour; not part of make test)"
-	@echo "make debug       core tests on a build with checks and assertions"
+	@echo "make debug       core and session tests on a build with checks and assertions"
 	@echo "make matrix      core tests on every Python 3.10 to 3.13 that is installed"
 	@echo "make parity      many prompts against transformers' reference tokens"
-	@echo "make kernels     compile check of every kernel source"
+	@echo "make kernels     compile check of every kernel source and CUDA variant"
 	@echo "make bench       benchmarks, each against a peer in the same run"
 	@echo "make wheelcheck  build the wheels, the plugins' too, and test them in a clean environment"
 

@@ -47,6 +47,8 @@ class AsyncEngine:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        kv_dtype: str = "auto",
+        deterministic: bool = False,
         kv_budget: int | float | str | None = None,
         page_size: int = 32,
         max_batch_size: int = 8,
@@ -68,6 +70,8 @@ class AsyncEngine:
             model=model,
             device=device,
             dtype=dtype,
+            kv_dtype=kv_dtype,
+            deterministic=deterministic,
             kv_budget=kv_budget,
             page_size=page_size,
             max_batch_size=max_batch_size,
@@ -319,6 +323,7 @@ class AsyncTokenStream:
     def __init__(self, submit: Callable[[], Awaitable[TokenStream]]) -> None:
         self._submit = submit
         self._stream: TokenStream | None = None
+        self._starting = asyncio.Lock()  # whoever comes first submits: a reader, or who waits for the output
         self._cancelled_early = False
 
     async def output(self) -> RequestOutput:
@@ -354,17 +359,18 @@ class AsyncTokenStream:
             self._stream.__exit__(kind, error, trace)
 
     async def _running(self) -> TokenStream:
-        if self._stream is None:
-            self._stream = await self._submit()
-            if self._cancelled_early:
-                self._stream.cancel()
+        async with self._starting:
+            if self._stream is None:
+                self._stream = await self._submit()
+                if self._cancelled_early:
+                    self._stream.cancel()
         return self._stream
 
 
 class AsyncStreamIterator(Generic[Item]):
     """Iterates over a stream that starts with the first item."""
 
-    __slots__ = ("_inner", "_pieces", "_running")
+    __slots__ = ("_closed", "_inner", "_pieces", "_running")
 
     def __init__(
         self,
@@ -374,16 +380,20 @@ class AsyncStreamIterator(Generic[Item]):
         self._running = running
         self._pieces = pieces
         self._inner: StreamIterator[Item] | None = None
+        self._closed = False
 
     def __aiter__(self) -> AsyncStreamIterator[Item]:
         return self
 
     async def __anext__(self) -> Item:
+        if self._closed:
+            raise StopAsyncIteration
         if self._inner is None:
             self._inner = self._pieces(await self._running())
         return await self._inner.__anext__()
 
     async def aclose(self) -> None:
-        """Stop iterating; cancels the request unless it has ended.  Idempotent."""
+        """Stop iterating; cancels the request unless it has ended, or was never started.  Idempotent."""
+        self._closed = True
         if self._inner is not None:
             await self._inner.aclose()

@@ -153,7 +153,8 @@ class Engine(ModelHost):
         """Accept one prompt or conversation; never waits for the engine.
 
         Args:
-            priority: smaller is more urgent (with `scheduling_policy` priority).
+            priority: smaller is more urgent; needs `scheduling_policy` priority (or `priority_reserved_slots`), other
+                than 0 is refused without.
             timeout_seconds: most time from now until the answer; then it ends with `RequestTimedOut`.
             stream: its text will be read as it comes.  Without, `stream()` may still be called: its first piece is
                 then everything up to that moment.

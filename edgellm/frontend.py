@@ -99,7 +99,9 @@ class RequestFrontend:
         self.memory_budget = parts.memory_budget
         self._preparer = PromptPreparer(parts.tokenizer, parts.limits)
         self.runtime: LLMRankRuntime | None = parts.runtime
-        self.engine: RequestEngine | None = RequestEngine(parts.runtime, parts.engine_config)
+        self.engine: RequestEngine | None = RequestEngine(
+            parts.runtime, parts.engine_config, device_healthy=parts.device_healthy
+        )
         logger.info("%s: %s", parts.model_name, self.memory_budget.describe())
 
     # ---- requests -------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from edgellm.assembly import LoadOptions, Parts, assemble
@@ -32,12 +34,21 @@ class ModelHost:
     Threads: every method may be called from several threads at once.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Name the shared methods after the public class: what Python says of a wrong argument then names that."""
+        super().__init_subclass__(**kwargs)
+        for name in ("__init__", "generate", "chat", "stream"):
+            if getattr(cls, name) is vars(ModelHost)[name]:
+                setattr(cls, name, _named_after(cls, vars(ModelHost)[name]))
+
     def __init__(
         self,
         model: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         device: str = "auto",
         dtype: str = "auto",
+        kv_dtype: str = "auto",
+        deterministic: bool = False,
         kv_budget: int | float | str | None = None,
         page_size: int = 32,
         max_batch_size: int = 8,
@@ -54,10 +65,14 @@ class ModelHost:
 
         Args:
             model: a Hugging Face folder, a `.gguf` file, or the name of a model that edgellm can fetch.
-            device: "auto" or "cpu".
-            dtype: "auto" (float32 on a CPU), "float32" or "bfloat16".
+            device: "cpu", "cuda", "cuda:N", or "auto": a CUDA device where there is one that the kernels serve.
+            dtype: "auto" (float32 on a CPU, the checkpoint's own on CUDA), "float32", "bfloat16", or "float16" on CUDA.
+            kv_dtype: "auto" (the same as `dtype`) or, on CUDA, "fp8": half the memory a token, a little less exact.
+            deterministic: on CUDA, logits that do not depend on who else is in the batch, on chunks or on reuse, to the
+                bit; slower.
             kv_budget: size of the KV pool: tokens (int), bytes (text with a unit, "4GiB"), a fraction of free memory
-                (float in (0, 0.95]), or None for a default that `memory_budget` shows.
+                (float in (0, 0.95]), or None for a default that `memory_budget` shows (on CUDA most of what the
+                weights leave).
             page_size: tokens a page of the KV pool.
             max_batch_size: most sequences that run at once; further requests wait.
             max_model_len: most tokens of one sequence, prompt and answer together; None is the model's context.
@@ -79,6 +94,8 @@ class ModelHost:
             model=model,
             device=device,
             dtype=dtype,
+            kv_dtype=kv_dtype,
+            deterministic=deterministic,
             kv_budget=kv_budget,
             page_size=page_size,
             max_batch_size=max_batch_size,
@@ -125,7 +142,8 @@ class ModelHost:
             use_cache: False computes the whole prompt and keeps nothing of it for later requests.
             retention: priority and time to live of the cached context once nobody uses it; None is normal priority,
                 kept by recency alone.
-            priority: smaller is more urgent (with `scheduling_policy` priority).
+            priority: smaller is more urgent; needs `scheduling_policy` priority (or `priority_reserved_slots`), other
+                than 0 is refused without.
             timeout_seconds: most time for each prompt, waiting included; then it ends with `RequestTimedOut`.
         Returns:
             One output a prompt, in their order; an empty list for an empty list.
@@ -261,3 +279,13 @@ class ModelHost:
         finally:
             for handle in handles:
                 handle.cancel()  # no effect on one that has ended
+
+
+def _named_after(owner: type, method: FunctionType) -> FunctionType:
+    """A copy of `method` whose qualified name, which a TypeError shows, begins with `owner`."""
+    copy = FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+    copy.__kwdefaults__ = method.__kwdefaults__
+    functools.update_wrapper(copy, method)
+    del copy.__wrapped__  # type: ignore[attr-defined]  # it is the function itself under another name
+    copy.__qualname__ = f"{owner.__qualname__}.{method.__name__}"
+    return copy

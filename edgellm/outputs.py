@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from edgellm.errors import BrokenInvariantError, RequestCancelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from types import TracebackType
 
     from edgellm.cache.types import ReuseReport
@@ -93,8 +94,8 @@ class TokenStream:
     """One running request: iterate over it (`for` or `async for`) to get text as it is generated.
 
     Yields non-empty pieces of text whose concatenation is `output.text`; `chunks()` yields
-    `StreamChunk`s with token ids and log-probabilities instead.  Leaving the `with` (or `async with`) block, or
-    dropping the last reference, cancels a request that still runs.
+    `StreamChunk`s with token ids and log-probabilities instead.  Leaving the loop or the `with` (or `async with`)
+    block, or dropping the last reference, cancels a request that still runs.
 
     Threads: one consumer; `cancel()` from any thread.
 
@@ -133,20 +134,26 @@ class TokenStream:
         return self._output
 
     def cancel(self) -> None:
-        """Stop generating.  Idempotent, never waits; iteration ends with what was already generated."""
-        self._cancelled_here = True
-        self._handle.cancel()
+        """Stop generating.  Idempotent, never waits; iteration ends with what was already generated.
 
-    def chunks(self) -> Iterator[StreamChunk]:
+        No effect once the last chunk is there, read or not: the answer is complete and on its way.
+        """
+        self._cancelled_here = True
+        if not self._channel.is_finished():
+            self._handle.cancel()
+
+    def chunks(self) -> Generator[StreamChunk, None, None]:
         """Iterate over `StreamChunk`s: token ids, text, log-probabilities.
 
-        An interrupt while it waits cancels the request, also when a traceback keeps this object alive.  An iterator
-        that is only closed (`break`) leaves the request running: the stream may be read on.
+        An iterator that is closed or dropped before the end (`break`, `close()`) cancels the request, and so does an
+        interrupt while it waits, also when somebody keeps this object alive.  To take a stream in parts, keep one
+        iterator; another one yields what was generated until then.
         """
         try:
             yield from self._channel
             self._settle()
         except GeneratorExit:
+            self.cancel()
             raise
         except BaseException:
             self._handle.cancel()
@@ -166,8 +173,11 @@ class TokenStream:
             self._finalizer.detach()
         return self._output
 
-    def __iter__(self) -> Iterator[str]:
-        return (chunk.text for chunk in self.chunks() if chunk.text)
+    def __iter__(self) -> Generator[str, None, None]:
+        with contextlib.closing(self.chunks()) as chunks:
+            for chunk in chunks:
+                if chunk.text:
+                    yield chunk.text
 
     def __aiter__(self) -> StreamIterator[str]:
         return StreamIterator(self, lambda chunk: chunk.text or None)

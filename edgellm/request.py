@@ -40,9 +40,10 @@ class LLMGenerationRequest:
         checkpoint_boundaries: prompt lengths, 0 or more, at which a later prompt is likely to leave this one; found
             from the template where `messages` are given.
         replay_tail_length: tokens at the end of the prompt that a next turn is not expected to repeat; likewise.
-        priority: of 32 bits, smaller is more urgent (used by the priority policy only).
+        priority: of 32 bits, smaller is more urgent; other than 0 needs the priority policy, or reserved seats.
         timeout_seconds: seconds from submit after which the engine ends the request, wherever it is, like a cancel;
             `get` then raises `RequestTimedOut`.  None waits without limit.
+        disable_spec_decode: decode one token a step; refused where the decoder only verifies (shared-KV MTP).
     """
 
     prompt_token_ids: npt.NDArray[np.int32] | Sequence[int] | None = None

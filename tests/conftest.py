@@ -36,11 +36,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _why_no_gpu() -> str:
+    """Why tests marked `gpu` cannot run here; empty where they can."""
     try:
         import torch
     except ImportError:
         return "needs an NVIDIA GPU: torch is not installed"
-    return "" if torch.cuda.is_available() else "needs an NVIDIA GPU: torch.cuda.is_available() is False"
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU: torch.cuda.is_available() is False"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return f"needs an NVIDIA GPU of compute capability 8.0: this one has {capability[0]}.{capability[1]}"
+    try:
+        from edgellm.errors import KernelError
+        from edgellm.kernels.cu import compiler
+
+        compiler.include_folder()
+    except (ImportError, KernelError) as error:
+        return f"needs what compiles CUDA kernels: {error}"
+    return ""
 
 
 @pytest.fixture(autouse=True)

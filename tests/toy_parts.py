@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class HeldExecutor(ToyExecutor):
         self.forwards = 0
 
     def forward(self, batch: Any) -> torch.Tensor:
-        assert self.gate.wait(10), "nobody opened the gate"
+        assert self.gate.wait(60), "nobody opened the gate"
         if self.seconds:
             time.sleep(self.seconds)
         self.forwards += 1
@@ -63,10 +64,26 @@ def executor_of(parts: Parts) -> HeldExecutor:
     return executor
 
 
+def hold_after(parts: Parts, steps: int) -> Callable[[], bool]:
+    """Close the executor's gate after so many steps; whether the actor stands there."""
+    executor = executor_of(parts)
+    run = executor.forward
+    standing = threading.Event()
+
+    def forward(batch: Any) -> torch.Tensor:
+        if executor.forwards == steps:
+            executor.gate.clear()
+            standing.set()
+        return run(batch)
+
+    executor.forward = forward  # type: ignore[method-assign]
+    return standing.is_set
+
+
 def wait_until_idle(host: Any) -> None:
     """Nothing pending and nobody resident in an `LLM`, `Engine` or `AsyncEngine`; without further traffic."""
     engine = host._frontend.engine
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (engine.pending() or engine.resident()) and time.monotonic() < deadline:
         time.sleep(0.005)
     assert (engine.pending(), engine.resident()) == (0, 0)

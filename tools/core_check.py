@@ -1,7 +1,9 @@
-"""Build the Cython core in a copy of this tree and run its tests there, without torch.
+"""Build the Cython modules in a copy of this tree and run their tests there.
 
-    python tools/core_check.py --debug     this Python; EDGELLM_DEBUG=1 (checks, line trace, assertions)
-    python tools/core_check.py --matrix    every other Python 3.10 to 3.13 found on this machine
+    python tools/core_check.py --debug     this Python; EDGELLM_DEBUG=1 (checks, line trace, assertions);
+                                           the tests of the core, and those of the session's compiled modules
+    python tools/core_check.py --matrix    every other Python 3.10 to 3.13 found on this machine;
+                                           the tests of the core, without torch
 
 A copy, because a debug build must not overwrite the normal one and Cython rebuilds by file time alone.
 """
@@ -28,6 +30,10 @@ CORE_HELPERS = (".testing.cache_workout", ".testing.random_operations")
 CORE_MODULES = ("._core", ".errors", ".cache.types", *CORE_HELPERS)
 ALL_FOLDERS = ("unit", "property", "fuzz", "cython")
 EXACT_FOLDERS = ("unit", "cython")  # what another Python may change; random runs say nothing new there
+SESSION_IMPORT = re.compile(r"\bedgellm\.session\._")
+SESSION_FOLDERS = ("unit", "property")
+# These reach the compiled modules through what is built on them.
+SESSION_INDIRECT = ("unit/test_lowering.py", "unit/test_plan_check.py", "unit/test_scripted_session.py")
 NEEDS_TORCH = re.compile(r"^\s*(?:from|import)\s+(?:torch|transformers)\b", re.MULTILINE)
 
 
@@ -42,6 +48,14 @@ def core_tests(root: Path, folders: tuple[str, ...] = ALL_FOLDERS) -> list[str]:
             if is_core and all(name.startswith(CORE_MODULES) for name in imports) and not NEEDS_TORCH.search(text):
                 found.append(str(path.relative_to(root)))
     return found
+
+
+def session_tests(root: Path) -> list[str]:
+    """Test files of the session's compiled modules, which may need all of edgellm and torch."""
+    files = [path for folder in SESSION_FOLDERS for path in sorted((root / "tests" / folder).glob("test_*.py"))]
+    found = [path for path in files if SESSION_IMPORT.search(path.read_text(encoding="utf-8"))]
+    found += [root / "tests" / name for name in SESSION_INDIRECT]
+    return [str(path.relative_to(root)) for path in found]
 
 
 def copy_tree(target: Path) -> None:
@@ -76,7 +90,7 @@ def environment_for(python: str, name: str) -> str:
 
 
 def check(python: str, name: str, *, debug: bool) -> None:
-    """Build the core with `python` in a copy of the tree and run the core's tests there."""
+    """Build with `python` in a copy of the tree and run the core's tests there; with `debug` the session's as well."""
     started = time.monotonic()
     tree = WORK / name
     copy_tree(tree)
@@ -85,6 +99,8 @@ def check(python: str, name: str, *, debug: bool) -> None:
         raise SystemExit(
             "core_check: no core test was found below tests/unit, tests/property, tests/fuzz and tests/cython"
         )
+    if debug:
+        tests += session_tests(tree)
     flag = "1" if debug else "0"
     run([python, "setup.py", "--quiet", "build_ext", "--inplace", "-j2"], tree, EDGELLM_DEBUG=flag)
     output = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], tree, EDGELLM_DEBUG=flag)

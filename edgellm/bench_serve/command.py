@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,8 @@ from edgellm.fetch import DEFAULT_MODEL
 from edgellm.terminal import fetch_progress, load_progress, waiting
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from edgellm.async_engine import AsyncEngine
@@ -78,7 +81,10 @@ def serve(
     warmup: Annotated[int, typer.Option(help="Requests that run before and are not counted.")] = 2,
     timeout: Annotated[float | None, typer.Option(help="Most seconds a request.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="Folder, .gguf file or known name.")] = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or (on CUDA) float16.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Element type of the KV pool: auto or (on CUDA) fp8.")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="On CUDA: equal bits in any batch.")] = False,
     kv_budget: Annotated[str | None, typer.Option(help="KV pool, as for edgellm chat.")] = None,
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 32,
     max_batch_size: Annotated[int, typer.Option(help="Most sequences at once.")] = 8,
@@ -119,7 +125,10 @@ def serve(
         )
     engine_options = {
         "model": model,
+        "device": device,
         "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "deterministic": deterministic,
         "kv_budget": parse_kv_budget(kv_budget),
         "page_size": page_size,
         "max_batch_size": max_batch_size,
@@ -141,11 +150,12 @@ def run(
     *,
     files: tuple[Path | None, Path | None],
 ) -> Summary:
-    """Load, play, show, write.
+    """Read the workload, load, play, show, write.
 
     Args:
         files: where to write JSON and the picture; None leaves it out.
     """
+    make_requests = prepare(options)
     with waiting(err, "importing torch"):
         from edgellm.async_engine import AsyncEngine
         from edgellm.bench_serve import report
@@ -153,7 +163,7 @@ def run(
     with fetch_progress(err, DEFAULT_MODEL) as on_fetch, load_progress(err) as on_load:
         engine = AsyncEngine(**engine_options, on_fetch=on_fetch, on_load=on_load)
         asyncio.run(engine.start())
-    samples = asyncio.run(_measure(engine, options, how, err))
+    samples = asyncio.run(_measure(engine, make_requests, how, err))
     summary = summarise(samples)
     kind = type(options).__name__.removesuffix("Options").lower()
     title = f"{kind} workload, {Path(engine_options['model']).name}"
@@ -179,22 +189,27 @@ def run(
 
 
 async def _measure(
-    engine: AsyncEngine, options: SyntheticOptions | RecordedOptions, how: PlayOptions, err: Console
+    engine: AsyncEngine, make_requests: Callable[[int], list[PlannedRequest]], how: PlayOptions, err: Console
 ) -> list[Sample]:
     from edgellm.bench_serve.driver import play, warm_up
 
     async with engine:
-        workload = plan(options, engine.tokenizer.vocab_size)
+        workload = make_requests(engine.tokenizer.vocab_size)
         err.print(Text(engine.memory_budget.describe(), style="dim"))
         await warm_up(engine, how.warmup, engine.tokenizer.vocab_size)
         with waiting(err, f"{len(workload)} requests"):
             return await play(engine, workload, clients=how.clients, timeout_seconds=how.timeout)
 
 
-def plan(options: SyntheticOptions | RecordedOptions, vocab_size: int) -> list[PlannedRequest]:
-    """The requests that the options describe."""
-    from edgellm.bench_serve.workload import SyntheticOptions, recorded, synthetic
+def prepare(options: SyntheticOptions | RecordedOptions) -> Callable[[int], list[PlannedRequest]]:
+    """Read and check the workload; the result makes its requests for a vocabulary of so many tokens.
+
+    Raises:
+        InvalidArgumentError: a recording is absent or malformed, or a distribution draws a length that is too long.
+    """
+    from edgellm.bench_serve.workload import SyntheticOptions, read_recording, replay, synthetic
 
     if isinstance(options, SyntheticOptions):
-        return synthetic(options, vocab_size)
-    return recorded(options, vocab_size)
+        synthetic(options, vocab_size=2)  # lengths are the same for any vocabulary
+        return partial(synthetic, options)
+    return partial(replay, read_recording(options), options)

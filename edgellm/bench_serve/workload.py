@@ -9,12 +9,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import InvalidArgumentError
+from edgellm.foreign import describe_value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FIRST_TOKEN = 3  # ids below are special in most vocabularies
 TRACE_BLOCK_TOKENS = 512
+MAX_LENGTH_TOKENS = 1 << 20
+MAX_ARRIVAL_SECONDS = 30 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +49,35 @@ class Lengths:
     @classmethod
     def parse(cls, option: str, text: str) -> Lengths:
         """Raises: InvalidArgumentError, naming the option."""
-        for pattern in (r"(?P<low>\d+)", r"(?P<low>\d+)-(?P<high>\d+)", r"lognormal:(?P<low>\d+):(?P<sigma>\d*\.?\d+)"):
+        low, high, sigma = r"(?P<low>\d{1,9})", r"(?P<high>\d{1,9})", r"(?P<sigma>\d*\.?\d+)"
+        for pattern in (low, f"{low}-{high}", f"lognormal:{low}:{sigma}"):
             match = re.fullmatch(pattern, text.strip())
             if match:
                 found = match.groupdict()
-                low = int(found["low"])
-                lengths = cls(low, int(found.get("high") or low), float(found.get("sigma") or 0.0))
-                if 1 <= lengths.low <= lengths.high:
+                least = int(found["low"])
+                lengths = cls(least, int(found.get("high") or least), float(found.get("sigma") or 0.0))
+                if 1 <= lengths.low <= lengths.high <= MAX_LENGTH_TOKENS:
                     return lengths
         raise InvalidArgumentError(
             f"{option} is {text!r}; write 128 (always), 64-256 (uniform) or lognormal:200:0.5 (median and sigma), at "
-            "least 1"
+            f"least 1 and at most {MAX_LENGTH_TOKENS} tokens"
         )
 
     def draw(self, rng: Random) -> int:
-        """One length, at least 1."""
-        if self.sigma:
-            return max(1, round(self.low * math.exp(rng.gauss(0.0, self.sigma))))
-        return rng.randint(self.low, self.high)
+        """One length, at least 1.
+
+        Raises:
+            InvalidArgumentError: it is beyond `MAX_LENGTH_TOKENS`.
+        """
+        if not self.sigma:
+            return rng.randint(self.low, self.high)
+        exponent = rng.gauss(0.0, self.sigma)
+        if math.log(self.low) + exponent > math.log(MAX_LENGTH_TOKENS):
+            raise InvalidArgumentError(
+                f"lognormal:{self.low}:{self.sigma} draws lengths above {MAX_LENGTH_TOKENS} tokens; lower the median "
+                "or sigma"
+            )
+        return max(1, round(self.low * math.exp(exponent)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +106,26 @@ class SyntheticOptions:
             raise InvalidArgumentError(f"--requests is {self.requests}; it must be at least 1")
         if self.rate is not None and not (math.isfinite(self.rate) and self.rate > 0):
             raise InvalidArgumentError(f"--rate is {self.rate}; it must be above 0 requests a second")
+        if self.rate is not None and (self.requests - 1) / MAX_ARRIVAL_SECONDS > self.rate:
+            raise InvalidArgumentError(
+                f"--rate is {self.rate}: {self.requests} requests would arrive over more than "
+                f"{MAX_ARRIVAL_SECONDS / 86400:.0f} days; raise it or lower --requests"
+            )
         if not 0 <= self.shared_prefix_share <= 1:
             raise InvalidArgumentError(f"--shared-prefix is {self.shared_prefix_share}; it must be from 0 to 1")
-        if self.shared_prefix_tokens < 0 or self.shared_prefixes < 1:
+        if not 0 <= self.shared_prefix_tokens <= MAX_LENGTH_TOKENS or self.shared_prefixes < 1:
             raise InvalidArgumentError(
                 f"--shared-prefix-tokens is {self.shared_prefix_tokens} and --shared-prefixes {self.shared_prefixes}; "
-                "they must be at least 0 and 1"
+                f"they must be from 0 to {MAX_LENGTH_TOKENS}, and at least 1"
             )
 
 
 def synthetic(options: SyntheticOptions, vocab_size: int) -> list[PlannedRequest]:
-    """The same requests for the same options and vocabulary, on every machine."""
+    """The same requests for the same options and vocabulary, on every machine; arrivals and lengths for any vocabulary.
+
+    Raises:
+        InvalidArgumentError: a distribution draws a length that is too long.
+    """
     rng = Random(options.seed)
     prefixes = [_tokens(rng, options.shared_prefix_tokens, vocab_size) for _ in range(options.shared_prefixes)]
     planned, clock = [], 0.0
@@ -149,29 +175,64 @@ class RecordedOptions:
             raise InvalidArgumentError(f"--speed is {self.speed}; it must be above 0")
 
 
-def recorded(options: RecordedOptions, vocab_size: int) -> list[PlannedRequest]:
-    """The first requests of a recording, with pseudo-random tokens for each block.
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One line of a recording, checked; its tokens are made once the vocabulary is known.
+
+    Attributes:
+        number: of the line, from 1.
+        arrival: seconds from the start, at the speed that was asked for.
+        prompt: its text, or None where the line says lengths only.
+        length: tokens of the prompt, shrunk; 0 where there is text.
+        blocks: ids of the shared blocks that it begins with.
+    """
+
+    number: int
+    arrival: float
+    output_tokens: int
+    prompt: str | None
+    length: int
+    blocks: list[int]
+
+
+def read_recording(options: RecordedOptions) -> list[RecordedRequest]:
+    """The first lines of a recording, each of them checked.
 
     Raises:
         InvalidArgumentError: the file cannot be read, or a line is malformed; names the line.
     """
     opener = gzip.open if options.path.suffix == ".gz" else open
-    planned: list[PlannedRequest] = []
+    found: list[RecordedRequest] = []
     try:
         with opener(options.path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    planned.append(_recorded_request(line, number, options, vocab_size))
-                if len(planned) == options.limit:
+                    found.append(_recorded_request(line, number, options))
+                if len(found) == options.limit:
                     break
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"cannot read the recording {options.path}: {error}") from error
-    if not planned:
+    if not found:
         raise InvalidArgumentError(f"the recording {options.path} has no requests; it needs one JSON object a line")
-    return planned
+    return found
 
 
-def _recorded_request(line: str, number: int, options: RecordedOptions, vocab_size: int) -> PlannedRequest:
+def recorded(options: RecordedOptions, vocab_size: int) -> list[PlannedRequest]:
+    """The first requests of a recording, with pseudo-random tokens for each block.
+
+    Raises: as `read_recording`.
+    """
+    return replay(read_recording(options), options, vocab_size)
+
+
+def replay(lines: Sequence[RecordedRequest], options: RecordedOptions, vocab_size: int) -> list[PlannedRequest]:
+    """`recorded` for lines that were read before."""
+    return [
+        PlannedRequest(line.arrival, _recorded_prompt(line, options, vocab_size), line.output_tokens) for line in lines
+    ]
+
+
+def _recorded_request(line: str, number: int, options: RecordedOptions) -> RecordedRequest:
     where = f"{options.path}, line {number}"
     try:
         entry = json.loads(line)
@@ -179,38 +240,54 @@ def _recorded_request(line: str, number: int, options: RecordedOptions, vocab_si
         raise InvalidArgumentError(f"{where}: no JSON ({error})") from error
     if not isinstance(entry, dict):
         raise InvalidArgumentError(f"{where}: a {type(entry).__name__}; each line is one JSON object")
-    output = _number(entry, "output_length", where, least=1, kind=int)
+    output = _number(entry, "output_length", where, least=1, most=MAX_LENGTH_TOKENS, kind=int)
     if options.max_output_tokens is not None:
         output = min(output, options.max_output_tokens)
-    arrival = _number(entry, "timestamp", where, least=0, default=0) / 1000.0 / options.speed
-    return PlannedRequest(arrival, _recorded_prompt(entry, number, where, options, vocab_size), int(output))
-
-
-def _recorded_prompt(
-    entry: dict[str, Any], number: int, where: str, options: RecordedOptions, vocab_size: int
-) -> str | list[int]:
+    timestamp = _number(entry, "timestamp", where, least=0, most=1e300, default=0)
+    arrival = timestamp / 1000.0 / options.speed
+    if arrival > MAX_ARRIVAL_SECONDS:
+        raise InvalidArgumentError(
+            f"{where}: timestamp is {describe_value(timestamp)}, which --speed {options.speed} plays after more than "
+            f"{MAX_ARRIVAL_SECONDS / 86400:.0f} days; raise --speed or shorten the recording"
+        )
     if "prompt" in entry:
         if not isinstance(entry["prompt"], str) or not entry["prompt"]:
             raise InvalidArgumentError(f"{where}: prompt is {entry['prompt']!r}; it must be text")
-        return str(entry["prompt"])
-    recorded_length = _number(entry, "input_length", where, least=1, kind=int)
+        return RecordedRequest(number, arrival, output, entry["prompt"], 0, [])
+    longest = MAX_LENGTH_TOKENS * TRACE_BLOCK_TOKENS // options.block_tokens
+    recorded_length = _number(entry, "input_length", where, least=1, most=longest, kind=int)
     length = max(1, math.ceil(recorded_length * options.block_tokens / TRACE_BLOCK_TOKENS))
     blocks = entry.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
         raise InvalidArgumentError(f"{where}: hash_ids is {blocks!r}; it must be a list of integers")
+    return RecordedRequest(number, arrival, output, None, length, blocks)
+
+
+def _recorded_prompt(line: RecordedRequest, options: RecordedOptions, vocab_size: int) -> str | list[int]:
+    if line.prompt is not None:
+        return line.prompt
     prompt: list[int] = []
-    for block in blocks:
+    for block in line.blocks[: -(-line.length // options.block_tokens)]:
         prompt += _tokens(Random(f"{options.seed}:{block}"), options.block_tokens, vocab_size)
-    rest = _tokens(Random(f"{options.seed}:line:{number}"), max(0, length - len(prompt)), vocab_size)
-    return prompt[:length] + rest
+    rest = _tokens(Random(f"{options.seed}:line:{line.number}"), max(0, line.length - len(prompt)), vocab_size)
+    return prompt[: line.length] + rest
 
 
 def _number(
-    entry: dict[str, Any], name: str, where: str, *, least: int, default: int | None = None, kind: Any = (int, float)
+    entry: dict[str, Any],
+    name: str,
+    where: str,
+    *,
+    least: int,
+    most: float,
+    default: int | None = None,
+    kind: Any = (int, float),
 ) -> Any:
     value = entry.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < least:
+    if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
         raise InvalidArgumentError(f"{where}: {name} is {value!r}; it must be a number of at least {least}")
+    if value > most:
+        raise InvalidArgumentError(f"{where}: {name} is {describe_value(value)}; it must be at most {most:.6g}")
     return value
 
 

@@ -30,6 +30,9 @@ SPEC_REUSE_CONTRACTS: dict[str, SpecReuseContract | None] = {
     "prompt_lookup": SpecReuseContract(owns_paged_spec_state=False, future_dependency_tokens=0),
 }
 
+VERIFYING_DECODERS = ("shared_kv_mtp",)
+"""Kinds whose engine only verifies proposals: it has no stand-alone target that could decode without them."""
+
 _WITHOUT_DRAFT_MODEL = ("prompt_lookup",)
 _HYBRID_DECODERS = ("vanilla", "mtp")
 

@@ -29,7 +29,6 @@ __all__ = [
 COMPARED_REQUEST_FIELDS = (
     "adapter_name",
     "disable_spec_decode",
-    "lookup_policy",
     "commit_policy",
     "speech_output",
     "save_system_prompt_kv_cache",
@@ -45,6 +44,7 @@ EXEMPT_REQUEST_FIELDS = (
     "prompt_token_ids",
     "prompt",
     "messages",
+    "lookup_policy",
     "cache_salt",
     "retention",
     "checkpoint_boundaries",

@@ -52,7 +52,8 @@ class SchedulingOptions:
         max_pause_steps: most steps in a row that a resident is paused; 0 is unlimited.
         step_time_budget_ms: how long a step may take, in milliseconds, as far as prompt work decides it; None does
             not bound it.  The cost of a step is learned from the steps that ran (`StepCostModel`), and a prompt
-            always gets a page, so a budget below a page's time is exceeded.  It bounds the longest gap between two
+            always gets a page, so a budget below a page's time is exceeded: that is logged once, and counted in
+            `EngineMetrics.budget_unreachable`.  It bounds the longest gap between two
             tokens, and with it how long an arrival, a cancel or a deadline waits for the step before it.
         max_overtakes: how often one waiting request may be passed by later ones while it cannot be seated, or
             while later ones share a prefix with a resident; 0 seats strictly in order.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgellm.engine.actor import EngineActor
 from edgellm.engine.command_queue import EngineChannel, ShutdownMode
-from edgellm.engine.config import EngineConfig
+from edgellm.engine.config import EngineConfig, SchedulingPolicy
 from edgellm.engine.metrics import EngineMetrics
 from edgellm.engine.prefix import prefix_key
 from edgellm.engine.records import RequestHandle, RequestRecord
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
+    from edgellm.engine.config import SchedulingOptions
     from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
     from edgellm.session.base import RuntimeSession
     from edgellm.session.types import RequestId
@@ -72,6 +73,7 @@ class RequestEngine:
         """
         config = EngineConfig() if config is None else config
         self._process_id = os.getpid()
+        self._scheduling = config.scheduling
         self._metrics = EngineMetrics()
         self._channel = EngineChannel(config, self._metrics)
         open_session, close_runtime = _adapt(source)
@@ -108,8 +110,8 @@ class RequestEngine:
                 timeout runs meanwhile, and a cancel ends it there.
         Raises:
             UnsupportedRequestError: a kind of request that is never served.
-            InvalidArgumentError: its priority, timeout, sampling, token callback or stream channel is malformed, or
-                its stream channel was used before.
+            InvalidArgumentError: its priority, timeout, sampling, token callback or stream channel is malformed, its
+                priority would have no effect, or its stream channel was used before.
             SubmitError: too many are pending, the queue is full, or the engine is ending; may pass.  With `wait`
                 only the last.
             ContractViolation: this process was forked from the one the engine runs in.
@@ -121,6 +123,7 @@ class RequestEngine:
             )
         check_supported(request)
         _check_engine_fields(request)
+        _check_priority_counts(request.priority, self._scheduling)
         channel = request.stream_channel
         with _claimed(channel):
             request_id = self._channel.reserve(wait=wait)
@@ -239,6 +242,16 @@ def _check_engine_fields(request: LLMGenerationRequest) -> None:
     if request.stream_channel is not None and not isinstance(request.stream_channel, StreamChannel):
         raise InvalidArgumentError(
             f"stream_channel is {describe_value(request.stream_channel)}; pass StreamChannel.create(), or None"
+        )
+
+
+def _check_priority_counts(priority: int, options: SchedulingOptions) -> None:
+    """Refuse a priority that nothing looks at: arrival order ignores it, except for seats kept for urgent requests."""
+    arrival = options.scheduling_policy is SchedulingPolicy.FCFS
+    if priority and arrival and not options.priority_reserved_slots:
+        raise InvalidArgumentError(
+            f"priority is {priority} with scheduling_policy {options.scheduling_policy.value} and would have no "
+            "effect; leave it 0, or set scheduling_policy to priority (SchedulingOptions)"
         )
 
 

@@ -110,6 +110,7 @@ class EngineMetrics:
         steps_context, steps_decode: steps by `StepResult.work`; steps_compact of them ran compact.
         prefill_tokens, decode_tokens: query tokens executed.
         budget_steps: steps that the step-time budget bounded; steps_over_budget of them took longer than it.
+        budget_unreachable: those of `budget_steps` for which even one page of a prompt was expected to take longer.
         budget_predicted_us, budget_measured_us: what those steps were expected to take, and took, in all.
         paused_resident_steps: steps that residents missed by pausing.
         readmitted: prompts that moved to a new session after a refused compact step.
@@ -142,6 +143,7 @@ class EngineMetrics:
     decode_tokens: int = 0
     budget_steps: int = 0
     steps_over_budget: int = 0
+    budget_unreachable: int = 0
     budget_predicted_us: int = 0
     budget_measured_us: int = 0
     prefix_published: int = 0

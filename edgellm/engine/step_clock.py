@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from edgellm.engine.step_cost import StepCostModel, StepWork
+from edgellm.log import get_logger
 from edgellm.session._ledger import with_prompt_left
 from edgellm.session.types import SequenceWork
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from edgellm.engine.step_planner import LengthLedger
     from edgellm.session.base import RuntimeSession
     from edgellm.session.types import ScheduledSequenceDescriptor, StepResult
+
+
+_logger = get_logger(__name__)
 
 
 class StepClock:
@@ -37,6 +41,8 @@ class StepClock:
         self._tokens_at = 0.0  # end of the latest step that residents who decode got tokens from
         self._decoding = False  # whether somebody who decodes is resident, after the latest step
         self._chunks = 0
+        self._page_size = 1
+        self._warned = False
 
     def prompt_tokens(self, lengths: list[LengthLedger], limits: StepLimits) -> int | None:
         """Most prompt tokens of the next step; None where nothing bounds them.
@@ -46,6 +52,7 @@ class StepClock:
         """
         if self._budget is None:
             return None
+        self._page_size = limits.page_size
         prompts = with_prompt_left(lengths)
         if not prompts or not limits.compact:
             return None
@@ -89,10 +96,28 @@ class StepClock:
         metrics, execution = self._metrics, result.execution
         decodes = result.work is SequenceWork.DECODE  # then its descriptors need not be made
         work = StepWork(decode_rows=len(execution)) if decodes else StepWork.of_plan(execution)
+        unreachable = self._is_unreachable(budget)
         if work.prompt_tokens:
             spent = self._started - self._tokens_at if self._decoding and work.decode_rows else 0.0
             metrics.budget_steps += 1
             metrics.steps_over_budget += spent + seconds > budget
+            metrics.budget_unreachable += unreachable
             metrics.budget_predicted_us += int(self.model.predict(work) * 1e6)
             metrics.budget_measured_us += int(seconds * 1e6)
         self.model.observe(work, seconds)
+
+    def _is_unreachable(self, budget: float) -> bool:
+        """Whether even the smallest step with prompt work is expected to take longer; says so once."""
+        least = self.model.least(self._page_size)
+        if least is None or least <= budget:
+            return False
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "step_time_budget_ms is %g and cannot be kept: a step with one page of a prompt (%d tokens) is "
+                "expected to take %.3g ms; raise the budget, or lower page_size",
+                budget * 1e3,
+                self._page_size,
+                least * 1e3,
+            )
+        return True

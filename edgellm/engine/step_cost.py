@@ -38,6 +38,7 @@ _MARGIN_GAIN = 0.1
 _MARGIN_RANGE = (1.0, 4.0)
 _FIRST_MARGIN = 1.2
 _WARM_STEPS = 8  # before so many steps nothing is taken for an outlier
+_SETTLED_STEPS = 16  # before so many steps, of which the first are slow, nothing is said of the least there is
 _OUTLIER = 3.0  # a step counts as at most so many times its prediction: a page fault must not shape the fit
 
 
@@ -116,6 +117,16 @@ class StepCostModel:
         # The root in the form that loses no digits where a is tiny.
         fits = 2 * rest / (b + math.sqrt(b * b + 4 * a * rest))
         return max(page_size, int(min(fits, most)))
+
+    def least(self, page_size: int) -> float | None:
+        """Seconds that a prompt's first page takes in a step of its own; None before `_SETTLED_STEPS` observations.
+
+        Without the margin: what is expected, not what is promised.  No step with a page of prompt work is cheaper,
+        and where only decode rows were seen so far it is what a step costs without any.
+        """
+        if self.observed < _SETTLED_STEPS:
+            return None
+        return self._fit(_features(StepWork(prompt_tokens=page_size, attention=page_size * page_size / 2)))
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step that ran."""

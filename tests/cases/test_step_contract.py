@@ -94,17 +94,20 @@ def test_case_21_a_stop_string_over_two_tokens_of_a_run():
 def test_case_21_logprobs_are_as_many_as_tokens_and_nothing_behind_the_stop_is_published(flavour, place):
     """One entry a token, the same values as decoded one by one; a later prompt reuses only what is in the text."""
     runtime = flavoured(flavour, drafter=ScriptedDrafter(default=3))
+    # A decoder that only verifies refuses `disable_spec_decode`; the plain deployment of its model stands in for it.
+    verifies_only = flavour == "shared-kv"
+    plain = flavoured("attention") if verifies_only else runtime
     prompt = [40 + n for n in range(9)]
     truth = runtime.solo(prompt, 12)
     params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12, "logprobs": 1}
     values = []
-    for disabled in (False, True):
-        drive = SessionDriver(runtime.open_session(COMPACT))
+    for disabled, served_by in ((False, runtime), (True, plain)):
+        drive = SessionDriver(served_by.open_session(COMPACT))
         drive.admit(
             LLMGenerationRequest(
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(stop_token_ids=(truth[place - 1],), **params),
-                disable_spec_decode=disabled,
+                disable_spec_decode=disabled and not verifies_only,
             )
         )
         drive.run()
@@ -125,6 +128,8 @@ def test_case_21_logprobs_are_as_many_as_tokens_and_nothing_behind_the_stop_is_p
     assert drive.finished[1].generated_ids == runtime.solo([*prompt, *truth], 3)
     drive.session.close()
     runtime.close()
+    if plain is not runtime:
+        plain.close()
 
 
 @pytest.mark.parametrize("flavour", ["attention", *SPECULATIVE])

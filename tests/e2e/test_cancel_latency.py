@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from engine_hand import Hand
-from toy_parts import executor_of, toy_parts
+from toy_parts import executor_of, hold_after, toy_parts
 
 from edgellm.engine.config import EngineConfig
 from edgellm.engine.engine import RequestEngine
@@ -149,14 +149,14 @@ def closed_generator(handle: RequestHandle) -> None:
 @pytest.mark.parametrize("leave", [interrupted_get, cancelled_task, timed_out_wait_for, closed_generator])
 def test_a_caller_that_goes_away_frees_its_pages_with_the_next_step(leave: Callable[[RequestHandle], None]) -> None:
     parts = toy_parts()
-    executor = executor_of(parts)
+    executor, standing = executor_of(parts), hold_after(parts, 5)
     with RequestEngine(parts.runtime, EngineConfig(step_token_budget=32)) as engine:
-        handle = engine.submit(request(LONG[:12], 200))
-        for _ in handle.stream() if leave is closed_generator else ():
-            break  # it has streamed something
-        until_true(lambda: engine.resident() > 0 and executor.forwards > 0)
         executor.gate.clear()
-        threading.Event().wait(0.05)  # the engine stands before a forward
+        handle = engine.submit(request(LONG[:12], 200))
+        if leave is closed_generator:
+            handle.stream()  # before the first token: something will have come when the actor is held
+        executor.gate.set()
+        until_true(standing)
         steps = executor.forwards
         leave(handle)
         executor.gate.set()

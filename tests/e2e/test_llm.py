@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from toy_parts import VOCAB, toy_parts, wait_until_idle
 
 from edgellm import LLM, ReuseReport, ReuseStopReason, SamplingParams
 from edgellm.assembly import Parts
-from edgellm.cache.types import DeploymentConfig
-from edgellm.engine.config import EngineConfig
 from edgellm.errors import (
     AdmissionError,
     ContractViolation,
@@ -27,36 +26,13 @@ from edgellm.errors import (
     UnsupportedModelError,
     WeightFileError,
 )
-from edgellm.memory import MemoryBudget
-from edgellm.plugins import load_plugins
-from edgellm.prompts import PromptLimits
-from edgellm.runtime.rank_runtime import LLMRankRuntime
 from edgellm.testing.recount import recount, require_baseline
-from edgellm.testing.toy import ToyExecutor, toy_generate
+from edgellm.testing.toy import toy_generate
 from edgellm.testing.toy_tokenizer import ToyTokenizer
 
-VOCAB = 300
-PAGE = 4
-NUM_PAGES = 128
-MAX_LEN = 256
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
-
-
-def toy_parts(*, num_pages: int = NUM_PAGES, max_batch_size: int = 4) -> Parts:
-    executor = ToyExecutor(vocab_size=VOCAB, num_pages=num_pages, page_size=PAGE)
-    deployment = DeploymentConfig(
-        max_batch_size=max_batch_size, max_input_length=32, max_kv_capacity=MAX_LEN, page_size=PAGE, num_pages=num_pages
-    )
-    tokenizer = ToyTokenizer(VOCAB)
-    runtime = LLMRankRuntime(
-        executor, tokenizer, deployment, plugins=load_plugins(autoload=False), model_fingerprint="toy", kv_dtype="int64"
-    )
-    executor.watch(runtime.coordinator.manager.pools)
-    limits = PromptLimits(vocab_size=VOCAB, max_model_len=MAX_LEN, pool_tokens=num_pages * PAGE, headroom_tokens=1)
-    budget = MemoryBudget(bytes_per_page=8 * PAGE, num_pages=num_pages, page_size=PAGE, max_model_len=MAX_LEN)
-    return Parts("toy", runtime, tokenizer, EngineConfig(step_token_budget=32), limits, budget)
 
 
 @pytest.fixture
@@ -72,15 +48,6 @@ def llm(parts: Parts) -> Iterator[LLM]:
         wait_until_idle(model)
         assert recount(parts.runtime.coordinator).leased == 0
     require_baseline(parts.runtime.coordinator)
-
-
-def wait_until_idle(model: LLM) -> None:
-    """Nothing pending and nobody resident; without further traffic."""
-    engine = model._engine
-    deadline = time.monotonic() + 10
-    while (engine.pending() or engine.resident()) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert (engine.pending(), engine.resident()) == (0, 0)
 
 
 # ---- generate -------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ run cold and in every kind of warm, in every flavour, and on a small real model 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from plugin_policies import all_policies
+from toy_parts import wait_until_idle
 
 from edgellm import LLM, SamplingParams
 from edgellm.cache.types import ContextCacheConfig, ContextCacheLookupPolicy
@@ -364,14 +364,6 @@ class Logits:
     def take(self) -> dict[int, list[torch.Tensor]]:
         rows, self.rows = self.rows, {}
         return rows
-
-
-def wait_until_idle(model: LLM) -> None:
-    engine = model._engine
-    deadline = time.monotonic() + 10
-    while (engine.pending() or engine.resident()) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert (engine.pending(), engine.resident()) == (0, 0)
 
 
 def indexed_bytes(model: LLM) -> dict[object, bytes]:

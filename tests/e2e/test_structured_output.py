@@ -173,12 +173,14 @@ class TestSharing:
             alone = [run(plain, [replace(request)])[0].token_ids for request in requests]
         with RequestEngine(toy(max_batch_size=8), EngineConfig(max_batch_size=8, scheduling=options)) as pausing:
             handles: list[RequestHandle] = []
-            for request in requests:
+            for number, request in enumerate(requests):
                 handles.append(pausing.submit(replace(request)))
+                next(iter(handles[-1].stream()))  # it decodes when the urgent one comes
                 urgent = ask(20, max_tokens=2, priority=-1)
-                urgent.prompt_token_ids = [7 + place % 200 for place in range(120)]
+                urgent.prompt_token_ids = [7 + (place + number) % 200 for place in range(120)]
                 pausing.submit(urgent).get(WAIT)
             assert [handle.get(WAIT).token_ids for handle in handles] == alone
+            assert pausing.metrics().paused_resident_steps > 0
 
     def test_a_request_again_starts_anew(self, engine: RequestEngine) -> None:
         request = ask(4, FORMS[0][0])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 from plugin_policies import PLUGINS
 
-from edgellm.errors import InvariantError
+from edgellm.errors import InvariantError, StepDeviceError
 from edgellm.plugins import load_plugins
-from edgellm.testing.engine_traffic import STATES, EngineTraffic, main, run_traffic
+from edgellm.testing.engine_traffic import STATES, EngineTraffic, Errand, main, run_traffic, traffic_config
 from edgellm.testing.toy_driver import FLAVOURS
 
 
@@ -43,6 +46,39 @@ def test_an_outcome_that_is_announced_twice_is_found() -> None:
         traffic.run()
 
 
+def test_a_cancel_that_nobody_asked_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Errand, "may_be_cancelled", False)
+    with pytest.raises(InvariantError, match="it was cancelled and nobody asked for that"):
+        run_traffic(requests=20, seed=1)
+
+
+def test_a_failure_that_nobody_injected_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "edgellm.testing.engine_traffic.traffic_config",
+        lambda rng, *, mixed: replace(traffic_config(rng, mixed=mixed), max_replays=0),
+    )
+    traffic = EngineTraffic(requests=20, seed=1)
+    for errand in traffic.errands.values():
+        errand.cancel_at, errand.caller = None, "get"
+    traffic.runtime.executor.fail_next(StepDeviceError("by itself"))
+    with pytest.raises(InvariantError, match=r"it failed by itself: .*by itself"):
+        traffic.run()
+
+
+@pytest.mark.parametrize(("field", "word"), [("replays", "max_replays"), ("overtaken", "max_overtakes")])
+def test_a_limit_that_is_not_kept_is_found(field: str, word: str) -> None:
+    traffic = EngineTraffic(requests=20, seed=1)
+    collect = traffic._collect
+
+    def collect_and_spoil(errand: Errand) -> None:
+        collect(errand)
+        setattr(errand.handle._record, field, 99)
+
+    traffic._collect = collect_and_spoil  # type: ignore[method-assign]
+    with pytest.raises(InvariantError, match=f"99 times, {word} is"):
+        traffic.run()
+
+
 def test_a_seat_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = EngineTraffic(requests=10, seed=1)
     monkeypatch.setattr("edgellm.testing.engine_traffic.SEATS", 9)
@@ -57,4 +93,14 @@ def test_the_command_prints_a_report(capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["--requests", "60", "--seed", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("attention: 60 requests in ")
-    assert "cancels by state: queued " in lines[2]
+    assert "max_overtakes" in lines[1]
+    assert "cancels by state: queued " in lines[3]
+
+
+def test_the_seed_chooses_the_options_and_every_choice_comes_up() -> None:
+    configs = [traffic_config(random.Random(seed), mixed=True) for seed in range(40)]
+    assert configs == [traffic_config(random.Random(seed), mixed=True) for seed in range(40)]
+    assert {config.max_replays for config in configs} == {0, 1, 3}
+    assert {config.scheduling.max_overtakes for config in configs} == {0, 2, 16}
+    assert {config.scheduling.prefix_aware for config in configs} == {False, True}
+    assert {config.scheduling.step_time_budget_ms for config in configs} == {None, 0.5, 5.0, 50.0}

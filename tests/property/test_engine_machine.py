@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edgellm.cache.types import ContextCacheLookupPolicy
+from edgellm.cache.types import ContextCacheCommitPolicy
 from edgellm.engine.actor import EngineActor
 from edgellm.engine.command_queue import EngineChannel
 from edgellm.engine.config import EngineConfig, SchedulingOptions
@@ -30,6 +30,7 @@ from edgellm.testing.scripted_session import Script, ScriptedRuntime, letters
 
 MAX_OVERTAKES = 2
 SEATS = 3
+PROMPT_ONLY = ContextCacheCommitPolicy.PREFILL_STATE_ONLY
 FAR = 1e6  # seconds: no deadline comes by itself
 FATES = [AdmissionStatus.NO_CAPACITY, AdmissionStatus.REJECTED, RuntimeError("lease died")]
 
@@ -67,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         length=st.integers(0, 40),
         max_tokens=st.integers(1, 6),
         priority=st.integers(-1, 1),
-        bypass=st.booleans(),
+        prompt_only=st.booleans(),
         exclusive=st.booleans(),
         timed=st.booleans(),
         streamed=st.booleans(),
@@ -78,7 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
         length: int,
         max_tokens: int,
         priority: int,
-        bypass: bool,
+        prompt_only: bool,
         exclusive: bool,
         timed: bool,
         streamed: bool,
@@ -87,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
             prompt=letter * length,
             sampling=SamplingParams(max_tokens=max_tokens),
             priority=priority,
-            lookup_policy=ContextCacheLookupPolicy.BYPASS if bypass else ContextCacheLookupPolicy.USE_CACHE,
+            commit_policy=PROMPT_ONLY if prompt_only else ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS,
             token_callback=(lambda ids: None) if exclusive else None,
             stream_channel=StreamChannel.create() if streamed else None,
             timeout_seconds=FAR if timed else None,

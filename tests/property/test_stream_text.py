@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stream_reading import drained, joined
 
 from edgellm.request import LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
@@ -27,18 +28,6 @@ STOPS = st.lists(
     ),
     max_size=3,
 )
-
-
-def drained(channel: StreamChannel) -> list[StreamChunk]:
-    chunks = []
-    while (chunk := channel.try_pop()) is not None:
-        chunks.append(chunk)
-    return chunks
-
-
-def joined(chunks: list[StreamChunk]) -> tuple[list[int], str, FinishReason]:
-    ids = [token for chunk in chunks for token in chunk.token_ids]
-    return ids, "".join(chunk.text for chunk in chunks), chunks[-1].reason
 
 
 @settings(max_examples=300, deadline=None)

@@ -43,7 +43,7 @@ def run(test: Callable[[AsyncEngine, HeldExecutor], Coroutine[Any, Any, Any]], p
 
     async def main() -> Any:
         async with AsyncEngine.from_parts(parts) as engine:
-            result = await asyncio.wait_for(test(engine, executor_of(parts)), 30)
+            result = await asyncio.wait_for(test(engine, executor_of(parts)), 120)
             executor_of(parts).gate.set()
             await asyncio.to_thread(wait_until_idle, engine)
             assert recount(parts.runtime.coordinator).leased == 0
@@ -113,14 +113,16 @@ def test_three_hundred_tasks_at_once_each_get_their_own_answer() -> None:
 def test_streams_cost_no_thread() -> None:
     async def test(engine: AsyncEngine, executor: HeldExecutor) -> int:
         async def read() -> str:
-            return "".join([piece async for piece in engine.stream(PROMPT, LONG)])
+            return "".join([piece async for piece in engine.stream(PROMPT, GREEDY)])
 
         before = threading.active_count()
-        executor.seconds = 0.001
+        executor.gate.clear()
         readers = [asyncio.create_task(read()) for _ in range(20)]
-        await steps(executor, 30)
+        while engine.metrics().pending < 20:
+            await asyncio.sleep(0.001)
         during = threading.active_count()
-        assert set(await asyncio.gather(*readers)) == {decode(toy_generate(PROMPT, 200, VOCAB))}
+        executor.gate.set()
+        assert set(await asyncio.gather(*readers)) == {decode(ANSWER)}
         return during - before
 
     assert run(test) <= 1  # the one that tokenises
@@ -210,8 +212,10 @@ async def cancel_the_stream(engine: AsyncEngine, executor: HeldExecutor) -> None
 
 
 async def time_out(engine: AsyncEngine, executor: HeldExecutor) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG))
+    await steps(executor, 3)
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(engine.generate(PROMPT, LONG), 0.03)
+        await asyncio.wait_for(task, 0.01)
 
 
 async def raise_in_the_body(engine: AsyncEngine, executor: HeldExecutor) -> None:
@@ -266,6 +270,32 @@ def test_a_neighbour_does_not_notice_a_cancelled_task() -> None:
     run(test)
 
 
+def test_two_tasks_that_start_one_stream_submit_one_request() -> None:
+    async def test(engine: AsyncEngine, executor: HeldExecutor) -> None:
+        stream = engine.stream(PROMPT, GREEDY)
+
+        async def read() -> str:
+            return "".join([piece async for piece in stream])
+
+        text, output = await asyncio.gather(read(), stream.output())
+        assert text == output.text == decode(ANSWER)
+        assert engine.metrics().engine.submitted == 1
+
+    run(test)
+
+
+def test_an_iterator_closed_before_its_first_item_starts_nothing() -> None:
+    async def test(engine: AsyncEngine, executor: HeldExecutor) -> None:
+        stream = engine.stream(PROMPT, GREEDY)
+        async with contextlib.aclosing(stream.chunks()) as chunks:
+            pass
+        assert [chunk async for chunk in chunks] == []
+        assert engine.metrics().engine.submitted == 0
+        assert "".join([piece async for piece in stream]) == decode(ANSWER)
+
+    run(test)
+
+
 def test_a_stream_cancelled_before_it_starts_yields_nothing() -> None:
     async def test(engine: AsyncEngine, executor: HeldExecutor) -> None:
         executor.gate.clear()
@@ -312,7 +342,9 @@ def test_when_full_a_stream_is_refused_and_generate_waits_its_turn() -> None:
                 pass
         hurried = asyncio.create_task(engine.generate(PROMPT, GREEDY, timeout_seconds=0.03))
         second = asyncio.create_task(engine.generate(PROMPT, GREEDY))
-        await asyncio.sleep(0.05)
+        while engine.metrics().pending < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # the deadline passes while both stand in line
         assert not second.done()
         executor.gate.set()
         with pytest.raises(RequestTimedOut, match=r"timed out 0\.03 s after its submit"):

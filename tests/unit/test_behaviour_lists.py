@@ -18,12 +18,19 @@ from test_behaviour_numbers import ROOT, test_functions
 
 LAST = {"session": 90, "scheduler": 46}  # 47 to 51 of the scheduler are about an HTTP server
 FILES = {
-    "session": ("test_slots", "test_plan_check", "test_*session*", "test_finish*", "test_growth", "test_speculative*"),
+    "session": (
+        "test_slots",
+        "test_plan_check",
+        "test_*session*",
+        "test_admission*",
+        "test_finish*",
+        "test_growth",
+        "test_speculative*",
+    ),
     "scheduler": (
         "test_command_queue",
         "test_engine*",
         "test_backlog*",
-        "test_admission*",
         "test_compatibility",
         "test_step_planner*",
         "test_step_cost*",

@@ -61,10 +61,30 @@ def test_lengths_are_constant_uniform_or_lognormal() -> None:
     assert lognormal[0] < 80 < 600 < lognormal[-1]
 
 
-@pytest.mark.parametrize("text", ["", "0", "5-3", "a", "1.5", "lognormal:5", "lognormal:0:1", "-3", "3-"])
+TOO_LONG = ["1048577", "5-1048577", "lognormal:1048577:1", "9" * 5000]
+
+
+@pytest.mark.parametrize("text", ["", "0", "5-3", "a", "1.5", "lognormal:5", "lognormal:0:1", "-3", "3-", *TOO_LONG])
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"--prompt-tokens is .*; write 128 \(always\), 64-256"):
         Lengths.parse("--prompt-tokens", text)
+
+
+@pytest.mark.parametrize("sigma", ["50", "1000", "9" * 400])
+def test_a_lognormal_that_overflows_is_refused(sigma: str) -> None:
+    lengths = Lengths.parse("-n", f"lognormal:200:{sigma}")
+    with pytest.raises(
+        InvalidArgumentError, match=r"lognormal:200:.* draws lengths above 1048576 tokens; lower the median"
+    ):
+        synthetic(options(prompt_tokens=lengths), 300)
+
+
+def test_lengths_and_arrivals_are_the_same_for_any_vocabulary() -> None:
+    chosen = options(rate=5.0, prompt_tokens=Lengths(20, 20, 0.7), shared_prefix_share=0.5, shared_prefix_tokens=9)
+    small, large = synthetic(chosen, 2), synthetic(chosen, 30_000)
+    assert [(r.arrival, len(r.prompt), r.output_tokens) for r in small] == [
+        (r.arrival, len(r.prompt), r.output_tokens) for r in large
+    ]
 
 
 def test_a_seed_makes_the_same_workload_and_another_one_another() -> None:
@@ -101,8 +121,11 @@ def test_a_rate_spaces_arrivals_and_tokens_stay_inside_the_vocabulary() -> None:
     [
         ({"requests": 0}, "--requests is 0"),
         ({"rate": 0.0}, r"--rate is 0\.0"),
+        ({"rate": 1e-320}, "--rate is 1e-320: 40 requests would arrive over more than 30 days; raise it or lower"),
+        ({"rate": 1e-6}, "--rate is 1e-06: 40 requests would arrive over more than 30 days"),
         ({"shared_prefix_share": 1.5}, r"--shared-prefix is 1\.5"),
         ({"shared_prefix_tokens": -1}, "--shared-prefix-tokens is -1"),
+        ({"shared_prefix_tokens": 10**12}, "--shared-prefix-tokens is 1000000000000 .*from 0 to 1048576"),
         ({"shared_prefixes": 0}, "--shared-prefixes 0"),
     ],
 )
@@ -139,6 +162,17 @@ def test_a_recording_keeps_lengths_times_and_shared_blocks(tmp_path: Path, name:
     assert recorded(chosen, 300)[2] == third
 
 
+def test_blocks_beyond_a_prompts_length_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(
+        "edgellm.bench_serve.workload._tokens", lambda rng, count, vocab_size: made.append(count) or [5] * count
+    )
+    line = {"input_length": 600, "output_length": 1, "hash_ids": list(range(10_000))}
+    chosen = RecordedOptions(path=write_recording(tmp_path / "r.jsonl", line), limit=1, block_tokens=64)
+    assert [len(request.prompt) for request in recorded(chosen, 300)] == [75]
+    assert made == [64, 64, 0]
+
+
 @pytest.mark.skipif(not TRACE.is_file(), reason="the recorded trace is not beside an installed package")
 def test_the_bundled_trace_is_a_recording() -> None:
     planned = recorded(RecordedOptions(path=TRACE, limit=3, block_tokens=8), 300)
@@ -158,6 +192,17 @@ def test_the_bundled_trace_is_a_recording() -> None:
         ({"output_length": 5, "input_length": 5, "timestamp": -1}, "line 1: timestamp is -1"),
         ({"output_length": 5, "input_length": 5, "hash_ids": ["a"]}, "line 1: hash_ids is .*list of integers"),
         ({"output_length": 5, "prompt": ""}, "line 1: prompt is ''; it must be text"),
+        (
+            {"output_length": 5, "input_length": 10**400},
+            r"line 1: input_length is 10+\.\.\.; it must be at most 1\.04858e\+06",
+        ),
+        ({"output_length": 2**30, "input_length": 5}, "line 1: output_length is 1073741824; it must be at most"),
+        ('{"output_length": 5, "input_length": 5, "timestamp": 1e999}', "line 1: timestamp is inf; it must be at most"),
+        ('{"output_length": 5, "input_length": 5, "timestamp": NaN}', "line 1: timestamp is nan"),
+        (
+            {"output_length": 5, "input_length": 5, "timestamp": 10**13},
+            "timestamp is 10+, which --speed 1.0 plays after",
+        ),
         ("", "has no requests"),
     ],
 )
@@ -358,6 +403,18 @@ def test_the_command_runs_both_workloads_on_a_real_checkpoint(tiny_model_dir: Pa
     assert "5 tokens generated" in result.output
 
 
+def test_a_malformed_recording_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = write_recording(tmp_path / "r.jsonl", {"input_length": 5, "output_length": 3}, {"input_length": 5})
+    started: list[AsyncEngine] = []
+    monkeypatch.setattr(AsyncEngine, "__init__", lambda self, *rest, **named: started.append(self))
+    result = CliRunner().invoke(cli.app, ["bench", "serve", "-m", "nowhere", "--workload", str(recording)])
+    assert isinstance(result.exception, InvalidArgumentError)
+    assert "r.jsonl, line 2: output_length is None" in str(result.exception)
+    assert not started
+
+
 def test_a_run_in_which_nothing_completes_says_so_and_fails(tiny_model_dir: Path) -> None:
     arguments = [
         "bench",
@@ -388,6 +445,10 @@ def test_a_run_in_which_nothing_completes_says_so_and_fails(tiny_model_dir: Path
         (["--timeout", "0"], "--timeout is 0.0; it must be above 0 seconds"),
         (["--kv-budget", ""], "--kv-budget is empty"),
         (["--step-time-budget-ms", "-1", "-m", "nowhere"], "step_time_budget_ms is -1"),
+        (["--rate", "1e-320", "-m", "nowhere"], "--rate is 1e-320: 32 requests would arrive"),
+        (["--prompt-tokens", "lognormal:200:900", "-m", "nowhere"], "lognormal:200:900.0 draws lengths above"),
+        (["--output-tokens", "lognormal:200:900", "-m", "nowhere"], "lognormal:200:900.0 draws lengths above"),
+        (["--workload", "absent.jsonl", "-m", "nowhere"], "cannot read the recording absent.jsonl"),
     ],
 )
 def test_wrong_options_are_one_error_and_load_nothing(arguments: list[str], message: str) -> None:

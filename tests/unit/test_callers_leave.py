@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import linecache
 import signal
 import sys
 import threading
@@ -11,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from toy_parts import executor_of, toy_parts, wait_until_idle
+from toy_parts import executor_of, hold_after, toy_parts, wait_until_idle
 
 from edgellm import LLM, SamplingParams
 from edgellm.assembly import Parts
 from edgellm.engine.config import EngineConfig
 from edgellm.engine.engine import RequestEngine
 from edgellm.errors import RequestCancelled, RequestFailed
+from edgellm.outputs import TokenStream
 from edgellm.request import LLMGenerationRequest
 from edgellm.session.types import FinishReason
 from edgellm.streaming import StreamChannel
@@ -27,6 +30,7 @@ from edgellm.testing.scripted_session import Script, ScriptedRuntime
 WAIT = 20
 PROMPT = [10, 20, 30, 40, 50]
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +61,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def main_waits() -> bool:
+    """Whether the main thread is inside `get` or `wait_pop` and blocked on a lock, not merely about to be."""
     frame = sys._current_frames()[threading.main_thread().ident]
+    if "acquire(" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        return False
     names = []
     while frame is not None:
         names.append(frame.f_code.co_name)
@@ -70,6 +77,8 @@ def interrupt_main_when(condition: Callable[[], bool]) -> threading.Thread:
 
     def press() -> None:
         until(condition)
+        until(main_waits)
+        time.sleep(0.02)  # a signal that comes before the lock is really waited for would not be heard
         until(main_waits)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
@@ -88,22 +97,6 @@ def assert_freed_within_one_step(llm: LLM, parts: Parts, cancelled: int) -> None
     metrics = llm.engine_metrics()
     assert (metrics.cancelled, metrics.completed) == (cancelled, 0)
     assert recount(parts.runtime.coordinator).leased == 0
-
-
-def hold_after(parts: Parts, steps: int) -> Callable[[], bool]:
-    """Close the executor's gate after so many steps; whether the actor stands there."""
-    executor = executor_of(parts)
-    run = executor.forward
-    standing = threading.Event()
-
-    def forward(batch):
-        if executor.forwards == steps:
-            executor.gate.clear()
-            standing.set()
-        return run(batch)
-
-    executor.forward = forward
-    return standing.is_set
 
 
 def test_an_interrupted_generate_cancels_all_its_prompts(llm: LLM, parts: Parts) -> None:
@@ -136,6 +129,124 @@ def test_a_stream_that_is_dropped_half_read_is_cancelled(llm: LLM, parts: Parts)
     del stream, pieces
     gc.collect()
     assert_freed_within_one_step(llm, parts, cancelled=1)
+
+
+def break_out(stream: TokenStream) -> None:
+    for _ in stream:
+        break
+
+
+def break_out_of_the_chunks(stream: TokenStream) -> None:
+    for _ in stream.chunks():
+        break
+
+
+def raise_in_the_body(stream: TokenStream) -> None:
+    def read() -> None:
+        for _ in stream:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        read()
+
+
+def close_the_iterator(stream: TokenStream) -> None:
+    pieces = iter(stream)
+    next(pieces)
+    pieces.close()
+
+
+def close_the_chunks(stream: TokenStream) -> None:
+    with contextlib.closing(stream.chunks()) as chunks:
+        next(chunks)
+
+
+def leave_the_block(stream: TokenStream) -> None:
+    with stream:
+        pieces = iter(stream)
+        next(pieces)
+
+
+LEAVING = [
+    break_out,
+    break_out_of_the_chunks,
+    raise_in_the_body,
+    close_the_iterator,
+    close_the_chunks,
+    leave_the_block,
+]
+
+
+@pytest.mark.parametrize("leave", LEAVING, ids=lambda leave: leave.__name__)
+def test_a_loop_that_is_left_cancels_though_the_stream_is_kept(
+    llm: LLM, parts: Parts, leave: Callable[[TokenStream], None]
+) -> None:
+    hold_after(parts, 5)  # so that a request that ran on would stand there
+    stream = llm.stream(PROMPT, LONG)
+    leave(stream)
+    assert_freed_within_one_step(llm, parts, cancelled=1)
+    with pytest.raises(RequestCancelled):
+        _ = stream.output
+    rest = list(stream)  # what had been generated before; the end is the caller's own doing and no error
+    assert len(rest) < 10
+
+
+@pytest.fixture
+def unpublished(parts: Parts) -> Iterator[threading.Event]:
+    """The actor waits for this event between the step that ends a request and the outcome."""
+    go, session = threading.Event(), parts.runtime._session
+    assert session is not None
+    execute = session.execute
+
+    def held_after_the_last_token(plan: object) -> object:
+        result = execute(plan)
+        assert not result.finished or go.wait(WAIT)
+        return result
+
+    session.execute = held_after_the_last_token  # type: ignore[method-assign]
+    yield go
+    go.set()
+
+
+def test_a_reader_that_leaves_at_the_last_chunk_cancels_nothing(llm: LLM, unpublished: threading.Event) -> None:
+    with llm.stream(PROMPT, SHORT) as stream:
+        for chunk in stream.chunks():
+            if chunk.finished:
+                break
+    unpublished.set()
+    assert stream.output.finish_reason == "length"
+    assert llm.engine_metrics().cancelled == 0
+
+
+def test_a_task_that_leaves_at_the_last_chunk_cancels_nothing(llm: LLM, unpublished: threading.Event) -> None:
+    async def main() -> None:
+        stream = llm.stream(PROMPT, SHORT)
+        async with stream:
+            async for chunk in stream.async_chunks():
+                if chunk.finished:
+                    break
+        unpublished.set()
+        assert (await stream.async_output()).finish_reason == "length"
+
+    asyncio.run(main())
+    assert llm.engine_metrics().cancelled == 0
+
+
+def test_one_iterator_reads_a_stream_in_parts(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, LONG)
+    pieces = iter(stream)
+    parts = [next(pieces), next(pieces), *pieces]
+    assert "".join(parts) == stream.output.text
+    pieces.close()
+    assert list(stream) == []
+    assert llm.engine_metrics().cancelled == 0
+
+
+def test_an_iterator_that_was_never_started_leaves_the_request_alone(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, LONG)
+    iter(stream).close()
+    stream.chunks().close()
+    assert "".join(stream) == stream.output.text
 
 
 def test_a_cancelled_task_cancels_its_stream(llm: LLM, parts: Parts) -> None:

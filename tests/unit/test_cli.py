@@ -357,4 +357,4 @@ def test_doctor_turns_an_exception_into_a_failed_line(monkeypatch: pytest.Monkey
     checks = {check.name: check for check in doctor.run_checks()}
     assert checks["extensions"].status is doctor.Status.FAILED
     assert "No module named 'edgellm._core.no_such_module'" in checks["extensions"].detail
-    assert len(checks) == 9
+    assert len(checks) == 11

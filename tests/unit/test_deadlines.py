@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 from types import SimpleNamespace
 
@@ -14,6 +15,28 @@ from edgellm.engine.engine import RequestEngine, ShutdownMode
 from edgellm.errors import InvalidArgumentError, RequestCancelled, RequestTimedOut
 from edgellm.session.types import FinishReason
 from edgellm.testing.scripted_session import Script, ScriptedRuntime
+
+
+class ActorTime:
+    """The actor's `time`; `pass_deadlines` lets every deadline pass, so that no test races one."""
+
+    ahead = 0.0
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() + self.ahead
+
+    def pass_deadlines(self) -> None:
+        self.ahead = 1e6
+
+
+FAR = 1e5  # seconds: no deadline passes by itself
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = ActorTime()
+    monkeypatch.setattr("edgellm.engine.actor.time", clock)
+    return clock
 
 
 @pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), "1", True])
@@ -57,16 +80,16 @@ def test_one_still_in_the_command_queue_never_reaches_the_session(start, brake):
     assert admitted(runtime) == [1]
 
 
-def test_one_in_the_backlog_ends_while_others_run(start, brake):
+def test_one_in_the_backlog_ends_while_others_run(start, brake, clock):
     runtime = ScriptedRuntime(script=Script(next_token=brake), max_batch_size=1)
     engine = start(runtime)
     first = held(engine, brake)
-    late = engine.submit(ask(timeout_seconds=0.2))
+    late = engine.submit(ask(timeout_seconds=FAR))
     brake.hold_at(len("held"), 2)
     brake.release()
     wait_until(lambda: brake.trapped, "never came to the trap")
     assert engine.queued() == 1
-    time.sleep(0.25)
+    clock.pass_deadlines()
     brake.release()
     with pytest.raises(RequestTimedOut):
         late.get(WAIT)
@@ -74,15 +97,15 @@ def test_one_in_the_backlog_ends_while_others_run(start, brake):
     assert admitted(runtime) == [1]
 
 
-def test_one_between_two_chunks_of_its_prompt_runs_no_further_chunk(start, brake):
+def test_one_between_two_chunks_of_its_prompt_runs_no_further_chunk(start, brake, clock):
     runtime = ScriptedRuntime(script=Script(next_token=brake), max_input_length=64, page_size=4)
     engine = start(runtime, EngineConfig(step_token_budget=4))
     first = held(engine, brake)
-    late = engine.submit(ask("x" * 60, timeout_seconds=0.3))
+    late = engine.submit(ask("x" * 60, timeout_seconds=FAR))
     brake.hold_at(len("held"), 4)
     brake.release()
     wait_until(lambda: brake.trapped, "never came to the trap")
-    time.sleep(0.35)
+    clock.pass_deadlines()
     steps = len([entry for entry in runtime.log if entry[0] == "execute"])
     brake.release()
     with pytest.raises(RequestTimedOut):
@@ -129,17 +152,31 @@ def test_get_async_raises_it_too(start, brake):
         asyncio.run(handle.get_async())
 
 
-def test_a_paused_resident_times_out(start, brake):
+def test_a_paused_resident_times_out(start, brake, clock):
+    """In the middle of the pause: the actor is held in the third chunk of the prompt that it waits for."""
     runtime = ScriptedRuntime(script=Script(next_token=brake), page_size=4, max_input_length=64)
     options = SchedulingOptions(scheduling_policy="priority", preemption="pause", max_prompt_step_tokens=4)
     engine = start(runtime, EngineConfig(scheduling=options))
-    paused = held(engine, brake, priority=1, timeout_seconds=0.05)
+    paused = held(engine, brake, priority=1, timeout_seconds=FAR)
     urgent = engine.submit(ask("u" * 60, max_tokens=1, priority=0))
-    time.sleep(0.06)
+    session, reached, go = runtime.sessions[-1], threading.Event(), threading.Event()
+    execute = session.execute
+
+    def held_in_the_third_chunk(plan):
+        if [(row.identity.request_id, row.past_length) for row in plan] == [(urgent.id, 8)]:
+            reached.set()
+            assert go.wait(WAIT)
+        return execute(plan)
+
+    session.execute = held_in_the_third_chunk
     brake.release()
+    assert reached.wait(WAIT)
+    assert engine.metrics().paused_resident_steps >= 2
+    clock.pass_deadlines()
+    go.set()
     with pytest.raises(RequestTimedOut):
         paused.get(WAIT)
-    urgent.get(WAIT)
+    assert len(urgent.get(WAIT).token_ids) == 1
 
 
 def test_drain_still_ends_what_ran_out_of_time(brake):

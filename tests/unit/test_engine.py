@@ -9,7 +9,7 @@ import time
 import pytest
 from engine_rig import WAIT, admitted, ask, first_residency, held, wait_until
 
-from edgellm.cache.types import ContextCacheLookupPolicy
+from edgellm.cache.types import ContextCacheCommitPolicy
 from edgellm.engine.config import EngineConfig, SchedulingOptions
 from edgellm.engine.engine import RequestEngine, ShutdownMode
 from edgellm.engine.metrics import StallReason
@@ -252,7 +252,7 @@ def test_behaviour_14_an_incompatible_head_waits_and_nobody_overtakes_it(start, 
     runtime = ScriptedRuntime(script=Script(next_token=brake))
     engine = start(runtime, EngineConfig(scheduling=SchedulingOptions(max_overtakes=0)))
     first = held(engine, brake)
-    other = engine.submit(ask(lookup_policy=ContextCacheLookupPolicy.BYPASS))
+    other = engine.submit(ask(commit_policy=ContextCacheCommitPolicy.PREFILL_STATE_ONLY))
     behind = engine.submit(ask())
     brake.release()
     assert [len(h.get(WAIT).token_ids) for h in (first, other, behind)] == [50, 4, 4]
@@ -723,19 +723,19 @@ def test_a_collected_idle_engine_stops_without_a_warning():
 
 def test_behaviour_42_a_parked_actor_wakes_at_most_once_per_idle_wait(start):
     engine = start(ScriptedRuntime(), EngineConfig(idle_wait=0.05))
-    before, started = engine.metrics().actor_wakeups, time.monotonic()
+    started, before = time.monotonic(), engine.metrics().actor_wakeups
     time.sleep(0.5)
-    elapsed = time.monotonic() - started
-    assert engine.metrics().actor_wakeups - before <= elapsed / 0.05 + 1
+    wakeups = engine.metrics().actor_wakeups - before
+    elapsed = time.monotonic() - started  # of at least the time in which they were counted
+    assert wakeups <= elapsed / 0.05 + 1
 
 
 def test_behaviour_42_a_submit_wakes_the_parked_actor_without_waiting_for_the_backstop(start):
     engine = start(ScriptedRuntime(), EngineConfig(idle_wait=60.0))
     engine.handle_request(ask())
-    waits = sorted(engine.submit(ask(max_tokens=1)).get(WAIT).queue_ms for _ in range(20))
-    # The median is well below a millisecond on a quiet machine; the bound leaves room for a busy one.
-    assert waits[0] < 1.0
-    assert waits[-1] < 5000
+    waits = [engine.submit(ask(max_tokens=1)).get(WAIT).queue_ms for _ in range(20)]
+    # Well below a millisecond on a quiet machine; the bound leaves room for a busy one, and none for the backstop.
+    assert max(waits) < 5000
 
 
 def test_metrics_are_a_copy(start):

@@ -74,3 +74,18 @@ def test_the_build_refuses_other_debug_values() -> None:
     )
     assert run.returncode != 0
     assert "EDGELLM_DEBUG is 'yes'; set it to 0 (release) or 1 (checks and line trace), or unset it" in run.stderr
+
+
+def test_compiled_kernels_lie_in_the_home_unless_a_folder_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path))
+    assert envs.kernel_cache() == tmp_path / "kernels"
+    monkeypatch.setenv("EDGELLM_KERNEL_CACHE", str(tmp_path / "elsewhere"))
+    assert envs.kernel_cache() == tmp_path / "elsewhere"
+
+
+def test_a_kernel_cache_that_names_no_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGELLM_KERNEL_CACHE", "~no-such-user-here/kernels")
+    with pytest.raises(InvalidArgumentError, match=r"EDGELLM_KERNEL_CACHE is '~no-such-user-here/kernels'; use the"):
+        envs.kernel_cache()

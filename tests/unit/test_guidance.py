@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -488,6 +489,89 @@ class TestCache:
             guidance.start(StructuredOutput(regex=regex))
         assert compiled == ["a", "b", "c", "b"]
         assert guidance.num_cached_grammars == 2
+
+    @pytest.fixture
+    def slow(self, monkeypatch):
+        """Compiling `regex="b"` waits for `go`; `compiled` counts what was begun."""
+        shared = SimpleNamespace(begun=threading.Event(), go=threading.Event(), compiled=[])
+        original = Guidance._compile
+
+        def compile_slowly(guidance: Guidance, structured: StructuredOutput) -> Guide:
+            shared.compiled.append(structured.regex)
+            if structured.regex == "b":
+                shared.begun.set()
+                assert shared.go.wait(20)
+            return original(guidance, structured)
+
+        monkeypatch.setattr(Guidance, "_compile", compile_slowly)
+        yield shared
+        shared.go.set()
+
+    def test_a_form_that_takes_long_holds_up_no_other(self, slow):
+        guidance = Guidance(TOKENIZER, VOCAB)
+        guidance.prepare(StructuredOutput(regex="a"))
+        found: list[list[int]] = []
+
+        def ask_for_others() -> None:
+            found.extend(allowed(guidance.start(StructuredOutput(regex=letter))) for letter in "ac")
+
+        builder = threading.Thread(target=guidance.prepare, args=(StructuredOutput(regex="b"),))
+        builder.start()
+        assert slow.begun.wait(20)
+        other = threading.Thread(target=ask_for_others)
+        other.start()
+        other.join(20)
+        assert found == [[byte_id("a")], [byte_id("c")]]
+        assert builder.is_alive()
+        slow.go.set()
+        builder.join()
+
+    def test_who_asks_for_a_form_that_is_being_compiled_waits_for_it(self, slow):
+        guidance = Guidance(TOKENIZER, VOCAB)
+        found: list[list[int]] = []
+
+        def ask() -> None:
+            found.append(allowed(guidance.start(StructuredOutput(regex="b"))))
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert slow.begun.wait(20)
+        slow.go.set()
+        for thread in threads:
+            thread.join(20)
+        assert found == [[byte_id("b")]] * 3
+        assert slow.compiled == ["b"]
+
+    def test_an_interrupted_compilation_is_begun_again_by_who_waits(self, monkeypatch):
+        guidance, begun, go = Guidance(TOKENIZER, VOCAB), threading.Event(), threading.Event()
+        original, interrupted, found = Guidance._compile, [], []
+
+        def interrupt_once(guidance: Guidance, structured: StructuredOutput) -> Guide:
+            if not begun.is_set():
+                begun.set()
+                assert go.wait(20)
+                raise KeyboardInterrupt
+            return original(guidance, structured)
+
+        def first() -> None:
+            try:
+                guidance.prepare(StructuredOutput(regex="b"))
+            except KeyboardInterrupt as error:
+                interrupted.append(error)
+
+        monkeypatch.setattr(Guidance, "_compile", interrupt_once)
+        threads = [threading.Thread(target=first)]
+        threads[0].start()
+        assert begun.wait(20)
+        threads.append(
+            threading.Thread(target=lambda: found.append(allowed(guidance.start(StructuredOutput(regex="b")))))
+        )
+        threads[1].start()
+        go.set()
+        for thread in threads:
+            thread.join(20)
+        assert (len(interrupted), found) == (1, [[byte_id("b")]])
 
     def test_prepare_leaves_nothing_to_compile(self, monkeypatch):
         guidance = Guidance(TOKENIZER, VOCAB)

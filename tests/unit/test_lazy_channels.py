@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from stream_reading import drained, joined
 
 from edgellm.engine.command_queue import EngineChannel, ShutdownMode
 from edgellm.engine.config import EngineConfig
@@ -31,18 +32,6 @@ def drive_script(*scripts: list[int]) -> SessionDriver:
     tokens = {number + 1: script for number, script in enumerate(scripts)}
     runtime = ScriptedRuntime(script=Script(tokens=tokens), max_batch_size=4)
     return SessionDriver(runtime.open_session(SessionOptions(allow_compact_execution=True)))
-
-
-def drained(channel: StreamChannel) -> list[StreamChunk]:
-    chunks = []
-    while (chunk := channel.try_pop()) is not None:
-        chunks.append(chunk)
-    return chunks
-
-
-def joined(chunks: list[StreamChunk]) -> tuple[list[int], str, FinishReason]:
-    ids = [token for chunk in chunks for token in chunk.token_ids]
-    return ids, "".join(chunk.text for chunk in chunks), chunks[-1].reason
 
 
 def ref_of(drive: SessionDriver, request_id: int) -> ResidentRef:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
 
 from edgellm.errors import InvalidArgumentError
-from edgellm.session.slots import ResidentSlotPool
+from edgellm.session._slots import ResidentSlotPool
 from edgellm.session.types import ResidentRef
 
 
@@ -81,6 +82,26 @@ def test_behaviour_4_equal_call_sequences_give_equal_refs_on_two_ranks() -> None
         assert left.available() == 5 - len(live)
 
 
-def test_capacity_0_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="capacity 0"):
-        ResidentSlotPool(0)
+@pytest.mark.parametrize(
+    "ref", [ResidentRef(2**70, 1), ResidentRef(0, 2**64), ResidentRef(0, -1), ResidentRef(-(2**70), 1)]
+)
+def test_numbers_beyond_any_slot_or_epoch_are_not_contained(ref: ResidentRef) -> None:
+    pool = ResidentSlotPool(1)
+    owner = pool.acquire()
+    assert not pool.contains(ref)
+    assert not pool.release(ref)
+    assert owner is not None
+    assert pool.contains(owner)
+
+
+def test_a_ref_is_an_ordinary_value() -> None:
+    ref = ResidentSlotPool(1).acquire()
+    assert ref is not None
+    assert (ref, hash(ref), repr(ref)) == (ResidentRef(0, 1), hash(ResidentRef(0, 1)), repr(ResidentRef(0, 1)))
+    assert pickle.loads(pickle.dumps(ref)) == ref
+
+
+@pytest.mark.parametrize("capacity", [0, -3])
+def test_a_capacity_below_1_is_refused(capacity: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"the slot pool has capacity {capacity}; it needs at least 1"):
+        ResidentSlotPool(capacity)

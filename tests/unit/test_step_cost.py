@@ -83,6 +83,22 @@ def test_a_page_is_given_whatever_it_costs():
         assert model.prompt_tokens_within(seconds, decode_rows=8, past=0, page_size=PAGE) == PAGE
 
 
+def test_the_least_step_is_a_page_and_unknown_at_first():
+    model, rng = StepCostModel(), random.Random(2)
+    for _ in range(200):
+        assert (model.least(PAGE) is None) == (model.observed < 16)
+        work = chunk(rng.randrange(2000), rng.randrange(1, 256), rng.randrange(0, 9))
+        model.observe(work, cost(work))
+    assert model.least(PAGE) == pytest.approx(cost(StepWork(0, PAGE, PAGE * PAGE / 2)), rel=0.05)
+
+
+def test_the_least_step_is_never_more_than_decode_rows_alone_took():
+    model = StepCostModel()
+    for _ in range(40):
+        model.observe(StepWork(decode_rows=8), 0.010)
+    assert 0.005 < model.least(PAGE) <= 0.010
+
+
 def test_longer_pasts_and_more_rows_leave_less_room():
     model = StepCostModel()
     rng = random.Random(3)

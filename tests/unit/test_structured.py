@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import time
 import types
 from typing import Any
 
@@ -130,6 +131,9 @@ class TestForms:
             ({"ebnf": "garbage"}, "ebnf cannot be read"),
             ({"ebnf": "start: x\nx[temperature=0.5]: /a+/"}, "ebnf sets temperature on a rule"),
             ({"ebnf": 'start: x "b"\nx[lazy, stop="b"]: /a+/'}, "ebnf sets stop on a rule"),
+            ({"ebnf": 'start: x "b"\nx[suffix="]", temperature=0.5]: /a+/'}, "ebnf sets temperature on a rule"),
+            ({"ebnf": 'start: x "b"\nx[suffix="\\"]", temperature=0.5]: /a+/'}, "ebnf sets temperature on a rule"),
+            ({"ebnf": 'start: x "b"\n  x[suffix=/]/, temperature=0.5]: /a+/'}, "ebnf sets temperature on a rule"),
             ({"ebnf": 'start: %json {"uniqueItems": true}'}, 'Unimplemented keys: ."uniqueItems"'),
             (
                 {"ebnf": 'start: %json {"x-guidance": {"lenient": true}, "uniqueItems": true}'},
@@ -139,6 +143,16 @@ class TestForms:
     )
     def test_what_does_not_compile(self, form, match):
         refused(match, **form)
+
+    @pytest.mark.parametrize("suffix", ['"stop=1"', "/stop=b/", '"[temperature=0.5]"'])
+    def test_what_only_looks_like_a_refused_attribute_is_none(self, suffix):
+        assert StructuredOutput(ebnf=f"start: x\nx[suffix={suffix}]: /a+/").mode == "ebnf"
+
+    def test_a_grammar_of_blank_lines_is_read_at_once(self):
+        """Looking at the lines behind each line were 8 * 10**9 steps, minutes instead of this."""
+        started = time.process_time()
+        assert StructuredOutput(ebnf='start: "a"' + "\n" * 128_000).mode == "ebnf"
+        assert time.process_time() - started < 10
 
     def test_messages_have_one_line(self):
         with pytest.raises(InvalidArgumentError) as caught:

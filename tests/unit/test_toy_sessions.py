@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from plugin_policies import PLUGINS
 
-from edgellm.cache.types import ContextCacheConfig
+from edgellm.cache.types import ContextCacheConfig, ContextCacheLookupPolicy, ReuseStopReason
 from edgellm.engine.config import EngineConfig
 from edgellm.engine.engine import RequestEngine
-from edgellm.errors import BrokenInvariantError, RequestCancelled
+from edgellm.errors import BrokenInvariantError, RequestCancelled, UnsupportedRequestError
 from edgellm.plugins import load_plugins
 from edgellm.request import CancelToken, LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
@@ -29,6 +29,7 @@ from edgellm.testing.toy_runtime import TOY_VOCAB_SIZE, ToyFlavourRuntime, toy_r
 
 SPECULATIVE = [name for name, profile in FLAVOURS.items() if profile.is_speculative]
 CHECKPOINTED = [name for name, profile in FLAVOURS.items() if profile.uses_checkpoint_reuse]
+VERIFYING = ["shared-kv"]  # no stand-alone target: speculation cannot be turned off
 PAIRED = [name for name, profile in FLAVOURS.items() if profile.owns_paged_spec_state]
 
 
@@ -254,14 +255,29 @@ SAMPLED = [
 @pytest.mark.parametrize("params", SAMPLED, ids=range(len(SAMPLED)))
 def test_decoder_behaviour_2_speculation_changes_no_token(make: Make, flavour: str, params: dict[str, Any]) -> None:
     bench = make(flavour)
+    plain = make("attention") if flavour in VERIFYING else bench
     on = bench.admit(prompt_of(1, 9), 14, **params)
-    off = bench.admit(prompt_of(1, 9), 14, disable_spec_decode=True, **params)
+    off = plain.admit(prompt_of(1, 9), 14, disable_spec_decode=flavour not in VERIFYING, **params)
     bench.run(4)
-    assert bench.text(on) == bench.text(off)
-    assert bench.drive.finished[on].logprobs == bench.drive.finished[off].logprobs
-    assert bench.drive.finished[off].proposed_draft_tokens == 0
-    assert bench.drive.finished[off].iterations == 14
-    assert bench.drive.finished[on].proposed_draft_tokens > 0
+    plain.run(4)
+    with_drafts, without = bench.drive.finished[on], plain.drive.finished[off]
+    assert with_drafts.generated_ids == without.generated_ids
+    assert with_drafts.logprobs == without.logprobs
+    assert (without.proposed_draft_tokens, without.iterations) == (0, 14)
+    assert with_drafts.proposed_draft_tokens > 0
+
+
+@pytest.mark.parametrize("flavour", VERIFYING)
+def test_speculation_cannot_be_turned_off_where_the_decoder_only_verifies(make: Make, flavour: str) -> None:
+    bench = make(flavour)
+    with pytest.raises(
+        UnsupportedRequestError, match=r"disable_spec_decode is True, .* \(shared_kv_mtp\) only verifies"
+    ):
+        bench.drive.admit(request(prompt_of(1, 9), disable_spec_decode=True))
+    assert bench.drive.session.idle()
+    number = bench.admit(prompt_of(1, 9))
+    bench.run()
+    assert bench.text(number) == bench.runtime.solo(prompt_of(1, 9), 9)
 
 
 @pytest.mark.parametrize("flavour", SPECULATIVE)
@@ -507,6 +523,32 @@ def test_a_failure_behind_a_published_piece_leaves_a_right_checkpoint(make: Make
     assert bench.text(number) == bench.runtime.solo(prompt, 9)
 
 
+@every_flavour
+def test_a_request_without_the_cache_shares_steps_and_leaves_no_trace(make: Make, flavour: str) -> None:
+    """Each is as if it ran alone: the normal one reuses and publishes, the other neither looks up nor publishes."""
+    bench = make(flavour)
+    trunk = prompt_of(8, 16)
+    bench.admit(trunk, 4)
+    bench.run()
+    normal_prompt, private_prompt = [*trunk, *prompt_of(9, 6)], [*trunk, *prompt_of(10, 6)]
+    normal = bench.admit(normal_prompt, 7)
+    private = bench.admit(private_prompt, 7, lookup_policy=ContextCacheLookupPolicy.BYPASS)
+    bench.run(6)
+    together = [result for result in bench.drive.results if len(result.execution) == 2]
+    assert len(together) >= 2
+    for number, prompt in ((normal, normal_prompt), (private, private_prompt)):
+        assert bench.text(number) == bench.runtime.solo(prompt, 7)
+    reports = [bench.drive.finished[number].reuse for number in (normal, private)]
+    assert reports[0].reused_tokens > 0
+    assert (reports[1].reused_tokens, reports[1].stop_reason) == (0, ReuseStopReason.BYPASS)
+    # Longer than the trunk is found of the normal one only.
+    starts = []
+    for prompt in (normal_prompt, private_prompt):
+        starts.append(bench.drive.admit(request([*prompt, *prompt_of(11, 3)], 2)).prefill_start)
+        bench.run()
+    assert starts[0] > len(trunk) >= starts[1]
+
+
 # ---- anything at any time -------------------------------------------------------------------------------
 
 
@@ -514,6 +556,7 @@ def test_a_failure_behind_a_published_piece_leaves_a_right_checkpoint(make: Make
 @pytest.mark.parametrize("seed", range(2))
 def test_random_plans_over_a_small_pool(make: Make, flavour: str, seed: int) -> None:
     rng = random.Random(f"{flavour} {seed}")
+    switched_off = 0.0 if flavour in VERIFYING else 0.2
     config = ContextCacheConfig(checkpoint_interval_tokens=6, policy_deadline_seconds=None)
     pools = {"num_pages": 26, "num_draft_pages": 24, "recurrent_slots": 6, "partial_slots": 5}
     bench = make(flavour, max_batch_size=5, max_kv_capacity=48, config=config, **pools)
@@ -524,7 +567,10 @@ def test_random_plans_over_a_small_pool(make: Make, flavour: str, seed: int) -> 
         if rng.random() < 0.5:
             prompt = [*rng.choice(trunks)[: rng.randrange(19)], *prompt_of(rng.randrange(10**6), rng.randint(1, 9))]
             count, token = rng.randint(1, 12), CancelToken()
-            fields = {"disable_spec_decode": rng.random() < 0.2, "cache_salt": rng.choice([None, None, None, "a"])}
+            fields = {
+                "disable_spec_decode": rng.random() < switched_off,
+                "cache_salt": rng.choice([None, None, None, "a"]),
+            }
             if rng.random() < 0.3:
                 fields["checkpoint_boundaries"] = tuple(sorted(rng.sample(range(1, len(prompt) + 1), 1)))
             admitted = bench.drive.admit(request(prompt, count, **fields), cancel_token=token)
@@ -554,6 +600,7 @@ def test_random_plans_over_a_small_pool(make: Make, flavour: str, seed: int) -> 
 @every_flavour
 def test_an_engine_serves_random_traffic(flavour: str) -> None:
     rng = random.Random(5)
+    switched_off = 0.0 if flavour in VERIFYING else 0.2
     runtime = runtime_of(flavour, max_batch_size=5, num_pages=60, recurrent_slots=6, partial_slots=4)
     trunk = prompt_of(99, 20)
     wanted = []
@@ -561,7 +608,7 @@ def test_an_engine_serves_random_traffic(flavour: str) -> None:
         for number in range(40):
             prompt = [*trunk[: rng.randrange(20)], *prompt_of(number, rng.randint(1, 12))]
             count = rng.randint(1, 10)
-            handle = engine.submit(request(prompt, count, disable_spec_decode=rng.random() < 0.2))
+            handle = engine.submit(request(prompt, count, disable_spec_decode=rng.random() < switched_off))
             if rng.random() < 0.2:
                 handle.cancel()
             wanted.append((handle, prompt, count))

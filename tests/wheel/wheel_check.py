@@ -68,11 +68,18 @@ def check_plugin_contents(wheel: Path) -> None:
         raise SystemExit(f"wheel_check: {wheel.name} lacks {missing} and also installs {foreign}")
 
 
+def device_sources() -> list[str]:
+    """CUDA sources and headers, which are compiled where they run: a wheel without one breaks there only."""
+    found = [path for ending in ("cu", "cuh") for path in (ROOT / "edgellm").rglob(f"*.{ending}")]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
 def check_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     missing = [name for name in REQUIRED if name not in names]
     compiled = {Path(name).name.split(".")[0] for name in names if name.endswith(".so")}
-    sources = {path.stem for path in (ROOT / "edgellm" / "_core").glob("*.pyx")}
+    missing += [name for name in device_sources() if name not in names]
+    sources = {path.stem for path in (ROOT / "edgellm").rglob("*.pyx")}
     if missing or not sources <= compiled:
         raise SystemExit(f"wheel_check: {wheel.name} lacks {missing + sorted(sources - compiled)}")
     tops = {name.split("/")[0] for name in names}
