@@ -339,7 +339,7 @@ struct PrefillBlock {
     values[0] = seen.begin, values[1] = seen.end;
     values[2] = p.window > 0 ? (tree ? rows.keys() : rows.past + last + 1) - p.window : 0;
     values[3] = tree ? rows.past : rows.past + first + 1;
-    __syncwarp();
+    __syncthreads();  // every warp writes the record, all the same; none reads while another writes
   }
 
   // Walks over the key tiles from first_key to stop_key.  direct: the result is final; otherwise parts first_part,
