@@ -39,15 +39,12 @@ RESULTS = ROOT / "build" / "kernel_check"  # answers of earlier runs, by everyth
 NVCC_FLAGS = ("-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings", "--keep", "-cubin")
 
 # (kernel, template arguments) that may spill registers, each with its reason.
-_DRAW = (
-    "1,024 threads leave 64 registers; on one H200 a plain draw over 151,936 logits took 27 us with the spill "
-    "(bench/gpu/bench_sample.py)"
-)
+_DRAW = "1,024 threads leave 64 registers; not timed in this type (float, which was, does not spill): to be mended"
 SPILLS_ALLOWED: dict[tuple[str, str], str] = {
     ("sample_draw", "double"): _DRAW,
     ("sample_draw", "__half"): _DRAW,
     ("sample_draw", "__nv_bfloat16"): _DRAW,
-    ("sample_filter", "double"): "12 bytes on 9.0, in a loop over bins; top-p took 40 us with it, likewise",
+    ("sample_filter", "double"): _DRAW,
 }
 
 KIND_CHECKS = """
