@@ -121,7 +121,7 @@ class EngineTraffic:
         self.errands = {number: maker.make(number) for number in range(1, requests + 1)}
         self._waiting = deque(self.errands.values())
         self._seated: dict[int, tuple[Errand, int]] = {}  # request id: errand, where its prompt started
-        self._inside: list[int] = []
+        self._inside: list[int] = []  # request ids to be cancelled by the next forward
         self._sessions: list[RuntimeSession] = []
         self._faults: Counter[str] = Counter()
         self._refused = False
@@ -220,6 +220,7 @@ class EngineTraffic:
         session = self.runtime.open_session(SessionOptions(allow_compact_execution=True))
         self._sessions.append(session)
         self._seated.clear()
+        self._inside.clear()
         return cast("RuntimeSession", WatchedSession(session, self))
 
     def note_admitted(self, request: LLMGenerationRequest, request_id: int, admission: AdmissionResult) -> None:
@@ -236,7 +237,6 @@ class EngineTraffic:
             if errand.hit:
                 errand.steps_after_cancel += 1
             elif errand.cancel_at == "inside a step" and not self._inside:
-                errand.hit = True
                 self._inside.append(request_id)
             elif state is not None and state == errand.cancel_at:
                 self._cancel_in(state, errand, request_id)
@@ -257,9 +257,14 @@ class EngineTraffic:
             self.engine.cancel(cast("Any", request_id))
 
     def _forward_and_cancel(self, batch: Any) -> Any:
-        """The forward of a step, in the middle of which somebody cancels."""
+        """The forward of a step, in the middle of which somebody cancels.
+
+        Not every step has one: chunks that sharing covered entirely run nothing, so whoever waits to be cancelled
+        inside waits for the next.
+        """
         while self._inside:
-            self.engine.cancel(cast("Any", self._inside.pop()))
+            request_id = self._inside.pop()
+            self._cancel_in("inside a step", self._seated[request_id][0], request_id)
         return self._forward(batch)
 
     def _inject(self, *, compact: bool) -> None:

@@ -10,6 +10,7 @@ from plugin_policies import PLUGINS
 
 from edgellm.errors import InvariantError, StepDeviceError
 from edgellm.plugins import load_plugins
+from edgellm.session.types import RequestId, ResidentRef, ScheduledSequenceDescriptor, SequenceIdentity, SequenceWork
 from edgellm.testing.engine_traffic import STATES, EngineTraffic, Errand, main, run_traffic, traffic_config
 from edgellm.testing.toy_driver import FLAVOURS
 
@@ -104,3 +105,18 @@ def test_the_seed_chooses_the_options_and_every_choice_comes_up() -> None:
     assert {config.scheduling.max_overtakes for config in configs} == {0, 2, 16}
     assert {config.scheduling.prefix_aware for config in configs} == {False, True}
     assert {config.scheduling.step_time_budget_ms for config in configs} == {None, 0.5, 5.0, 50.0}
+
+
+def test_a_step_without_a_forward_has_no_middle_to_be_cancelled_in() -> None:
+    traffic = EngineTraffic(requests=1, seed=1)
+    errand = traffic.errands[1]
+    errand.cancel_at = "inside a step"
+    work = ScheduledSequenceDescriptor(
+        SequenceIdentity(RequestId(5), ResidentRef(0, 1)), SequenceWork.CONTEXT, query_length=4, past_length=0
+    )
+    traffic._seated[5] = (errand, 0)
+    for _ in range(3):
+        traffic.before_step([work], compact=False)
+    assert (errand.hit, errand.steps_after_cancel) == (False, 0)
+    traffic.engine.shutdown()
+    traffic.runtime.close()

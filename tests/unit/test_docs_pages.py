@@ -43,18 +43,18 @@ def test_a_picture_is_self_contained_described_and_readable_on_any_ground(pictur
 
 def has_white_paper(root: ElementTree.Element) -> bool:
     """Whether the first shape of the picture is a white sheet of the picture's own size."""
-    shape = next(element for element in root.iter() if element.tag in {f"{SVG}rect", f"{SVG}path"} and is_drawn(element))
+    shapes = (element for element in root.iter() if element.tag in {f"{SVG}rect", f"{SVG}path"})
+    shape = next(element for element in shapes if is_white(element))  # before it: arrow heads, in <defs>
     if shape.tag == f"{SVG}rect":
         size = (float(shape.get("width", 0)) + 1, float(shape.get("height", 0)) + 1)
-        return shape.get("fill") == "#ffffff" and size == (float(root.get("width", 0)), float(root.get("height", 0)))
+        return size == (float(root.get("width", 0)), float(root.get("height", 0)))
     width, height = root.get("viewBox", "").split()[2:]
     corners = set(re.findall(r"[ML] ([\d.]+ [\d.]+)", shape.get("d", "")))
     sheet = {f"0 {height}", f"{width} {height}", f"{width} 0", "0 0"}
-    return "fill: #ffffff" in shape.get("style", "") and corners == sheet
+    return corners == sheet
 
 
-def is_drawn(element: ElementTree.Element) -> bool:
-    """Arrow heads in <defs> carry no style and a fill of their own: the sheet is the first white shape."""
+def is_white(element: ElementTree.Element) -> bool:
     return "#ffffff" in (element.get("fill"), element.get("style", "").removeprefix("fill: "))
 
 
