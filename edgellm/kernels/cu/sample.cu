@@ -623,8 +623,18 @@ class RowFilter {
   Cut<u64> kept_units_ = {0, kLastId};
 };
 
+/* Blocks of a multiprocessor that registers are kept for: two leave 64 a thread, which float logits alone do with. */
 template <typename T>
-__global__ void __launch_bounds__(kLogitThreads, 2) sample_filter(const __grid_constant__ SampleParams p) {
+struct Resident {
+  static constexpr int kBlocks = 1;
+};
+template <>
+struct Resident<float> {
+  static constexpr int kBlocks = 2;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kLogitThreads, Resident<T>::kBlocks) sample_filter(const __grid_constant__ SampleParams p) {
   constexpr int kHistogramBytes = static_cast<int>(sizeof(Histogram));
   constexpr int kBytes = TokenList<T>::kBytes > kHistogramBytes ? TokenList<T>::kBytes : kHistogramBytes;
   __shared__ alignas(16) u8 shared[kBytes];
@@ -782,7 +792,7 @@ __device__ __forceinline__ void draw_from_many(const SampleParams& p, int row, c
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kLogitThreads, 2) sample_draw(const __grid_constant__ SampleParams p) {
+__global__ void __launch_bounds__(kLogitThreads, Resident<T>::kBlocks) sample_draw(const __grid_constant__ SampleParams p) {
   __shared__ alignas(16) u8 shared[TokenList<T>::kBytes];
   let_next_kernel_start();
   wait_for_previous_kernel();
