@@ -10,6 +10,7 @@ import sys
 from Cython.Build import cythonize
 from Cython.Compiler import Errors, PyrexTypes
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 DEBUG_VALUE = os.environ.get("EDGELLM_DEBUG", "")
 if DEBUG_VALUE not in ("", "0", "1"):
@@ -46,7 +47,18 @@ MODULES = [
 # C kernels: the module and the C files it is linked with.
 KERNEL_DIR = "edgellm/kernels/cpu/"
 KERNELS = {
-    "edgellm.kernels.cpu._ops": ["paged_attention.c", "elementwise.c", "skinny_linear.c", "parallel.c", "thread_pool.c"]
+    "edgellm.kernels.cpu._ops": [
+        "paged_attention.c",
+        "elementwise.c",
+        "skinny_linear.c",
+        "causal_conv.c",
+        "gated_delta.c",
+        "gates.c",
+        "experts.c",
+        "mamba2.c",
+        "parallel.c",
+        "thread_pool.c",
+    ]
 }
 
 FLAGS = ["-O0", "-g", "-D_GLIBCXX_ASSERTIONS"] if DEBUG else ["-O2", "-g0"]
@@ -82,6 +94,15 @@ def kernel_extension(module: str, sources: list[str]) -> Extension:
     )
 
 
+class ParallelBuild(build_ext):
+    """One compiler a core, where nobody asks for another number (`-j`)."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.parallel is None:
+            self.parallel = os.cpu_count()
+
+
 def refuse_implicit_exception_checks() -> None:
     """Fail on a C function without `noexcept` or `except <value>`: every call of it would take the GIL again.
 
@@ -104,5 +125,6 @@ setup(
         ],
         compiler_directives=DIRECTIVES,
         nthreads=2 if not DEBUG else 0,
-    )
+    ),
+    cmdclass={"build_ext": ParallelBuild},
 )

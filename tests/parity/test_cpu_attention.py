@@ -13,7 +13,7 @@ import torch
 
 from edgellm.errors import InvalidArgumentError
 from edgellm.kernels.cpu import _ops
-from edgellm.kernels.cpu.elementwise import rms_norm, rope_, silu_mul
+from edgellm.kernels.cpu.elementwise import gelu_mul, rms_norm, rope_, silu_mul
 from edgellm.kernels.cpu.linear import SKINNY_ROWS, linear
 from edgellm.kernels.cpu.paged_attention import PagedAttention, gather_kv, write_kv
 from edgellm.kernels.ref import elementwise as ref_rows
@@ -37,7 +37,12 @@ def shuffled_rows(num_slots: int, per_slot: int) -> np.ndarray:
 
 
 def attend(
-    pages: torch.Tensor, query: torch.Tensor, page_rows: np.ndarray, slots: np.ndarray, lengths: np.ndarray
+    pages: torch.Tensor,
+    query: torch.Tensor,
+    page_rows: np.ndarray,
+    slots: np.ndarray,
+    lengths: np.ndarray,
+    window: int = 0,
 ) -> torch.Tensor:
     """Run the kernel on query (R, heads, dim) laid out as rows of a wider matrix, as in the graph."""
     num_rows, num_heads, head_dim = query.shape
@@ -53,6 +58,7 @@ def attend(
         slots=slots,
         lengths=lengths,
         scale=head_dim**-0.5,
+        window=window,
     )
     plan.run(pages, matrix, out)
     assert bool((out[0] == 7.0).all())
@@ -74,6 +80,23 @@ def test_attention_equals_the_reference(num_heads: int, kv_heads: int, head_dim:
     slots = np.arange(len(lengths), dtype=np.int32)
     expected = ref.paged_attention(pages, query, page_rows, slots, lengths, head_dim**-0.5)
     close(attend(pages, query, page_rows, slots, lengths), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 255, 256, 257, 300, 699, 700, 5000])
+def test_a_window_reads_and_counts_the_last_keys_alone(window: int, dtype: torch.dtype) -> None:
+    """Windows that begin around page and segment borders; every key before them is NaN."""
+    lengths = np.array([1, 15, 16, 17, 255, 256, 257, 512, 513, 700], np.int32)
+    pages = random_pages(len(lengths) * 44, 2, 16, 24, dtype)
+    page_rows = shuffled_rows(len(lengths), 44)
+    query = torch.randn(len(lengths), 6, 24).to(dtype)
+    slots = np.arange(len(lengths), dtype=np.int32)
+    expected = ref.paged_attention(pages, query, page_rows, slots, lengths, 24**-0.5, window)
+    for slot, length in enumerate(lengths.tolist()):
+        start = max(length - window, 0)
+        pages[page_rows[slot, : start // 16]] = float("nan")
+        pages[page_rows[slot, start // 16], :, :, : start % 16] = float("nan")
+    close(attend(pages, query, page_rows, slots, lengths, window), expected, dtype)
 
 
 @pytest.mark.parametrize("page_size", [2, 3, 4, 32, 128])
@@ -118,10 +141,11 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     page_rows = shuffled_rows(4, 44)
     query = torch.randn(4, 9, 64)
     slots = np.arange(4, dtype=np.int32)
-    together = attend(pages, query, page_rows, slots, lengths)
-    for order in ([0], [3, 2, 1, 0], [2, 0]):
-        part = attend(pages, query[order], page_rows, slots[order], lengths[order])
-        assert torch.equal(part, together[order])
+    for window in (0, 300):
+        together = attend(pages, query, page_rows, slots, lengths, window)
+        for order in ([0], [3, 2, 1, 0], [2, 0]):
+            part = attend(pages, query[order], page_rows, slots[order], lengths[order], window)
+            assert torch.equal(part, together[order])
 
 
 @pytest.mark.parametrize(
@@ -176,13 +200,13 @@ def test_rms_norm_equals_the_reference(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [6, 20, 64])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(6, 6), (20, 20), (64, 64), (20, 6), (96, 64)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_equals_the_reference(head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+def test_rope_equals_the_reference(head_dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype) -> None:
     """Query and key heads are rotated, value heads stay as they are."""
     torch.manual_seed(1)
     rows = torch.randn(9, 8 * head_dim).to(dtype)
-    turn = torch.rand(9, head_dim // 2) * 20
+    turn = torch.rand(9, rotary_dim // 2) * 20
     angles = torch.stack((turn.cos(), turn.sin()))
     norms = [torch.rand(head_dim) + 0.5 if normed else None for _ in range(2)]
     heads = rows.view(9, 8, head_dim).float()
@@ -209,6 +233,27 @@ def test_silu_mul_equals_the_reference(width: int, dtype: torch.dtype) -> None:
     out = torch.empty(17, width, dtype=dtype)
     silu_mul(gate_up, out)
     close(out, ref_rows.silu_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [5, 80, 1536])
+def test_gelu_mul_equals_the_reference(width: int, dtype: torch.dtype) -> None:
+    """Up to gates so large that exp overflows; gate and up are columns of wider matrices."""
+    torch.manual_seed(1)
+    both, other = (torch.randn(17, 2 * width) * 3).to(dtype), torch.randn(17, width + 3).to(dtype)
+    both[0, :4] = torch.tensor([500.0, -500.0, 9.0, -9.0])
+    out = torch.empty(17, width, dtype=dtype)
+    for gate, up in ((both[:, :width], both[:, width:]), (both[:, width:], other[:, 3:])):
+        gelu_mul(gate, up, out)
+        close(out, ref_rows.gelu_mul(gate, up), dtype)
+    expected = torch.nn.functional.gelu(both[:, :width].float(), approximate="tanh")
+    close(ref_rows.gelu_mul(both[:, :width].float(), torch.ones(17, width)), expected, torch.float32)
+
+
+def test_gelu_mul_refuses_rows_that_are_not_contiguous() -> None:
+    rows = torch.randn(4, 12)
+    with pytest.raises(InvalidArgumentError, match=r"up is \(4, 6\).*strides \(12, 2\)"):
+        gelu_mul(rows[:, :6], rows[:, ::2], torch.empty(4, 6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,5 +1,15 @@
+from typing import TypeAlias
+
 SEGMENT_TOKENS: int
 SKINNY_ROWS: int
+MAX_CONV_WIDTH: int
+MAX_KEY_DIM: int
+MAX_STATE_DIM: int
+
+# Addresses of query_start, slots, checkpoint_start; how many sequences; address and row stride of state, of checkpoint.
+Sequences: TypeAlias = tuple[int, int, int, int, int, int, int, int]
+# Address, row stride, whether bfloat16.
+TokenRows: TypeAlias = tuple[int, int, bool]
 
 def shares_threads(library: bytes) -> bool: ...
 def isa_name() -> str: ...
@@ -27,8 +37,10 @@ class AttentionRows:
         query_rows: int,
         page_rows: int,
         table_start: int,
+        starts: int,
         lengths: int,
         segment_start: int,
+        order: int,
         scratch: int,
         num_rows: int,
         num_heads: int,
@@ -51,11 +63,23 @@ def rope(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    rotary_dim: int,
     is_bf16: bool,
     eps: float,
     num_threads: int,
 ) -> None: ...
 def silu_mul(gate_up: int, out: int, num_rows: int, width: int, is_bf16: bool, num_threads: int) -> None: ...
+def gelu_mul(
+    gate: int,
+    gate_stride: int,
+    up: int,
+    up_stride: int,
+    out: int,
+    num_rows: int,
+    width: int,
+    is_bf16: bool,
+    num_threads: int,
+) -> None: ...
 def skinny_linear(
     x: int,
     weight: int,
@@ -67,5 +91,73 @@ def skinny_linear(
     is_bf16: bool,
     accumulate: bool,
     out_f32: bool,
+    num_threads: int,
+) -> None: ...
+def causal_conv(
+    sequences: Sequences,
+    x: TokenRows,
+    weight: int,
+    bias: int,
+    out: TokenRows,
+    channels: int,
+    width: int,
+    silu: bool,
+    num_threads: int,
+) -> None: ...
+def gated_delta(
+    sequences: Sequences,
+    q: TokenRows,
+    k: TokenRows,
+    v: TokenRows,
+    decay: TokenRows,
+    beta: TokenRows,
+    out: TokenRows,
+    shape: tuple[int, int, int, int],
+    l2norm: bool,
+    scale: float,
+    num_threads: int,
+) -> None: ...
+def gate(
+    x: TokenRows,
+    gate_rows: TokenRows,
+    num_rows: int,
+    width: int,
+    whole_rows: bool,
+    silu: bool,
+    num_threads: int,
+) -> None: ...
+def delta_gates(
+    a: TokenRows,
+    b: TokenRows,
+    rate: int,
+    bias: int,
+    decay: int,
+    beta: int,
+    num_rows: int,
+    heads: int,
+    num_threads: int,
+) -> None: ...
+def experts(
+    rows: int,
+    gate_up: int,
+    down: int,
+    chosen: int,
+    shares: int,
+    total: int,
+    scratch: int,
+    shape: tuple[int, int, int, int],
+    is_bf16: bool,
+    num_threads: int,
+) -> None: ...
+def mamba2(
+    sequences: Sequences,
+    x: TokenRows,
+    dt: TokenRows,
+    a: int,
+    b: TokenRows,
+    c: TokenRows,
+    d: int,
+    out: TokenRows,
+    shape: tuple[int, int, int, int],
     num_threads: int,
 ) -> None: ...

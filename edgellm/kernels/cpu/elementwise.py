@@ -69,11 +69,11 @@ def rope_(
     key_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate pairs (i, i + head_dim / 2) of every query and key head in place, after an optional RMS norm.
+    """Rotate pairs (i, i + R / 2) of every query and key head in place, after an optional RMS norm of the whole head.
 
     Args:
         rows: (T, W) float32 or bfloat16; a row starts with the query heads, then the key heads.
-        angles: (2, T, head_dim / 2) float32, cosine and sine.
+        angles: (2, T, R / 2) float32, cosine and sine; R leading elements of a head turn, at most head_dim.
         query_norm, key_norm: (head_dim,) float32 or None.
     Effects: writes rows.
     """
@@ -82,9 +82,11 @@ def rope_(
         raise InvalidArgumentError(
             f"rows has width {rows.shape[1]}; {num_heads} + {num_kv_heads} heads of {head_dim} do not fit"
         )
-    if angles.shape != (2, rows.shape[0], head_dim // 2) or angles.dtype != torch.float32:
+    half = angles.shape[-1]
+    if angles.shape != (2, rows.shape[0], half) or not 1 <= half <= head_dim // 2 or angles.dtype != torch.float32:
         raise InvalidArgumentError(
-            f"angles is {tuple(angles.shape)} {angles.dtype}; (2, {rows.shape[0]}, {head_dim // 2}) float32 is needed"
+            f"angles is {tuple(angles.shape)} {angles.dtype}; (2, {rows.shape[0]}, up to {head_dim // 2}) float32 is "
+            "needed"
         )
     for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
         if norm is not None:
@@ -99,6 +101,7 @@ def rope_(
         num_heads,
         num_kv_heads,
         head_dim,
+        2 * half,
         rows.dtype == torch.bfloat16,
         eps,
         kernel_threads(),
@@ -119,4 +122,32 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
         raise InvalidArgumentError(f"out is {tuple(out.shape)} {out.dtype}; it does not match gate_up")
     _ops.silu_mul(
         gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1], out.dtype == torch.bfloat16, kernel_threads()
+    )
+
+
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
+    """out = gelu(gate) * up, with the tanh form of gelu (Hendrycks and Gimpel, Gaussian error linear units, 2016).
+
+    Args:
+        gate, up: (N, F) float32 or bfloat16, each row contiguous, any row stride: columns of a wider matrix do.
+        out: (N, F), dtype of gate.
+    Effects: writes out.
+    """
+    check_rows("out", out)
+    for name, rows in (("gate", gate), ("up", up)):
+        if rows.shape != out.shape or rows.dtype != out.dtype or rows.stride(1) != 1 or rows.device.type != "cpu":
+            raise InvalidArgumentError(
+                f"{name} is {tuple(rows.shape)} {rows.dtype} with strides {rows.stride()} on {rows.device}; "
+                f"{tuple(out.shape)} {out.dtype} with contiguous rows is needed"
+            )
+    _ops.gelu_mul(
+        gate.data_ptr(),
+        gate.stride(0),
+        up.data_ptr(),
+        up.stride(0),
+        out.data_ptr(),
+        out.shape[0],
+        out.shape[1],
+        out.dtype == torch.bfloat16,
+        kernel_threads(),
     )

@@ -32,8 +32,8 @@ static void EDGE_T_FN(norm_row)(const EDGE_T *in, EDGE_T *out, const float *weig
 }
 
 static void EDGE_T_FN(rope_head)(EDGE_T *head, const float *cosine, const float *sine, const float *norm, int64_t half,
-                                 float eps) {
-    const float inverse = norm == NULL ? 1.0f : EDGE_T_FN(inverse_rms)(head, 2 * half, eps);
+                                 int64_t width, float eps) {
+    const float inverse = norm == NULL ? 1.0f : EDGE_T_FN(inverse_rms)(head, width, eps);
     EDGE_V a, b, c, s, n, low, high;
     int64_t i = 0;
     for (; i + EDGE_LANES <= half; i += EDGE_LANES) {
@@ -61,6 +61,8 @@ static void EDGE_T_FN(rope_head)(EDGE_T *head, const float *cosine, const float 
         head[i] = EDGE_T_FROM_FLOAT(x * cosine[i] - y * sine[i]);
         head[half + i] = EDGE_T_FROM_FLOAT(y * cosine[i] + x * sine[i]);
     }
+    if (norm == NULL) return;
+    for (i = 2 * half; i < width; i++) head[i] = EDGE_T_FROM_FLOAT(EDGE_T_TO_FLOAT(head[i]) * inverse * norm[i]);
 }
 
 static void EDGE_T_FN(silu_row)(const EDGE_T *gate_up, EDGE_T *out, int64_t width) {
@@ -77,6 +79,24 @@ static void EDGE_T_FN(silu_row)(const EDGE_T *gate_up, EDGE_T *out, int64_t widt
     for (; i < width; i++) {
         const float x = EDGE_T_TO_FLOAT(gate_up[i]);
         out[i] = EDGE_T_FROM_FLOAT(x / (1.0f + expf(-x)) * EDGE_T_TO_FLOAT(gate_up[width + i]));
+    }
+}
+
+static void EDGE_T_FN(gelu_row)(const EDGE_T *gate_row, const EDGE_T *up_row, EDGE_T *out, int64_t width) {
+    EDGE_V gate, up, e;
+    int64_t i = 0;
+    for (; i + EDGE_LANES <= width; i += EDGE_LANES) {
+        EDGE_T_LOAD(&gate, gate_row + i);
+        EDGE_T_LOAD(&up, up_row + i);
+        e = -gate * (EDGE_GELU_LINEAR + EDGE_GELU_CUBIC * gate * gate);
+        EDGE_FN(exp)(&e);
+        e = gate / (1.0f + e) * up;
+        EDGE_T_STORE(out + i, &e);
+    }
+    for (; i < width; i++) {
+        const float x = EDGE_T_TO_FLOAT(gate_row[i]);
+        const float e2 = expf(-x * (EDGE_GELU_LINEAR + EDGE_GELU_CUBIC * x * x));
+        out[i] = EDGE_T_FROM_FLOAT(x / (1.0f + e2) * EDGE_T_TO_FLOAT(up_row[i]));
     }
 }
 

@@ -7,7 +7,8 @@
 
 #include <stdint.h>
 
-/* Keys are taken this many at a time, whatever the batch, so a row's result does not depend on its neighbours. */
+/* Keys are taken this many at a time, counted from position 0 whatever the batch, so a row's result does not depend on
+ * its neighbours. */
 #define EDGE_SEGMENT 256
 
 typedef struct {
@@ -25,8 +26,10 @@ typedef struct {
     const int64_t *query_rows;  /* (num_rows) token row of each query */
     const int32_t *page_rows;   /* page table */
     const int64_t *table_start; /* (num_rows) index into page_rows of the row's first block */
-    const int32_t *lengths;     /* (num_rows) keys each row sees, at least 1 */
+    const int32_t *starts;      /* (num_rows) first key each row sees; those before it are not read */
+    const int32_t *lengths;     /* (num_rows) one past the last key each row sees, above its start */
     const int32_t *segment_start; /* (num_rows + 1) exclusive prefix sum of segments per row */
+    const int32_t *order;       /* (segments * kv heads) task codes, segment * kv heads + kv head, in the order to run */
     float *scratch;             /* segments * num_heads * (head_dim + 2) floats */
     int64_t query_stride;       /* elements */
     int64_t out_stride;         /* elements */
@@ -36,7 +39,7 @@ typedef struct {
     float scale;
 } edge_attention_args;
 
-/* out = softmax(scale * q K^T) V for every row and head; reads pages in place. */
+/* out = softmax(scale * q K^T) V over keys [start, length) for every row and head; reads pages in place. */
 void edge_paged_attention(const edge_attention_args *args, int num_threads);
 
 typedef struct {

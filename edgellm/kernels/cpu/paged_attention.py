@@ -51,6 +51,7 @@ class PagedAttention:
         slots: npt.NDArray[np.int32],
         lengths: npt.NDArray[np.int32],
         scale: float,
+        window: int = 0,
         short_step: bool = True,
     ) -> None:
         """Lay out R rows.
@@ -60,20 +61,22 @@ class PagedAttention:
             query_rows: (R,) token row of each query in `query` and `out` of `run`.
             page_rows: (num_slots, pages_per_slot) int32, C-contiguous page table, kept and read during `run`.
             slots: (R,) page-table row of each query.
-            lengths: (R,) keys each query sees, at least 1.
+            lengths: (R,) keys up to each query's own, at least 1.
+            window: of those, each query sees the last so many; the pages before them are not read.  0 is all.
             short_step: the step has few rows, so its linear layers run on the helper threads as well.
         Raises:
             InvalidArgumentError: a length needs a page that the table does not have.
         """
         self._shape = check_pages(pages)
         self._pages_shape = pages.shape
+        starts = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
         self._check_rows(page_rows, slots, lengths, num_pages=pages.shape[0])
         if num_heads % self._shape[0]:
             raise InvalidArgumentError(f"{num_heads} query heads are not a multiple of {self._shape[0]} kv heads")
         self._width = num_heads * self._shape[2]
         self._query_dtype = query_dtype
         self._last_row = int(query_rows.max())
-        segments = (lengths + (SEGMENT_TOKENS - 1)) // SEGMENT_TOKENS
+        segments = (lengths + (SEGMENT_TOKENS - 1)) // SEGMENT_TOKENS - starts // SEGMENT_TOKENS
         segment_start = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(segments, out=segment_start[1:])
         scratch = np.empty(int(segment_start[-1]) * num_heads * (self._shape[2] + 2), np.float32)
@@ -82,19 +85,24 @@ class PagedAttention:
             np.ascontiguousarray(query_rows, np.int64),
             page_rows,
             slots.astype(np.int64) * page_rows.shape[1],
+            np.ascontiguousarray(starts, np.int32),
             np.ascontiguousarray(lengths, np.int32),
             segment_start,
+            _task_order(slots, starts // SEGMENT_TOKENS, segments, self._shape[0]),
             scratch,
         )
-        rows_at, pages_at, tables_at, lengths_at, segments_at, scratch_at = (a.ctypes.data for a in self._arrays)
+        addresses = (array.ctypes.data for array in self._arrays)
+        rows_at, pages_at, tables_at, starts_at, lengths_at, segments_at, order_at, scratch_at = addresses
         self._rows = _ops.AttentionRows(
             self._shape,
             pages.dtype == torch.bfloat16,
             rows_at,
             pages_at,
             tables_at,
+            starts_at,
             lengths_at,
             segments_at,
+            order_at,
             scratch_at,
             len(lengths),
             num_heads,
@@ -144,6 +152,25 @@ class PagedAttention:
                     f"slot {slot} has length {length}, but its page row {used.tolist()} does not cover it with pages "
                     f"in [0, {num_pages}); grow the row before the step"
                 )
+
+
+def _task_order(
+    slots: npt.NDArray[np.int32], first_segment: npt.NDArray[np.int32], segments: npt.NDArray[np.int32], kv_heads: int
+) -> npt.NDArray[np.int32]:
+    """Task codes, segment * kv_heads + kv_head, in an order in which rows that read the same keys follow each other.
+
+    Rows of one sequence (tokens that are verified together) then find them in the processor's cache.  The order changes
+    no result.
+    """
+    count = int(segments.sum())
+    codes = np.arange(count * kv_heads, dtype=np.int32)
+    if len(slots) == 1 or len(np.unique(slots)) == len(slots):
+        return codes
+    row = np.repeat(np.arange(len(slots)), segments)
+    place = np.arange(count) - np.repeat(np.cumsum(segments) - segments, segments) + first_segment[row]
+    kv_head = np.tile(np.arange(kv_heads), count)
+    keys = np.repeat(np.stack((row, place, np.asarray(slots)[row])), kv_heads, axis=1)
+    return codes[np.lexsort((keys[0], kv_head, keys[1], keys[2]))]
 
 
 def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: npt.NDArray[np.int64]) -> None:

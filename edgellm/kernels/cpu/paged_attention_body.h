@@ -38,10 +38,13 @@ static void EDGE_FN(attend_tasks)(const void *opaque, int64_t begin, int64_t end
     const int32_t dim = a->kv.head_dim, kv_heads = a->kv.num_kv_heads, group = a->num_heads / kv_heads;
     float query[EDGE_MAX_GROUP * EDGE_MAX_DIM];
     for (int64_t task = begin; task < end; task++) {
-        const int64_t segment = task / kv_heads;
-        const int32_t kv_head = (int32_t)(task % kv_heads), row = EDGE_FN(row_of)(a->segment_start, segment);
-        const int32_t first = (int32_t)(segment - a->segment_start[row]) * EDGE_SEGMENT;
-        const int32_t left = a->lengths[row] - first, count = left < EDGE_SEGMENT ? left : EDGE_SEGMENT;
+        const int32_t code = a->order[task];
+        const int64_t segment = code / kv_heads;
+        const int32_t kv_head = code % kv_heads, row = EDGE_FN(row_of)(a->segment_start, segment);
+        const int32_t start = a->starts[row], end = a->lengths[row];
+        const int32_t base = (start / EDGE_SEGMENT + (int32_t)(segment - a->segment_start[row])) * EDGE_SEGMENT;
+        const int32_t first = base > start ? base : start;
+        const int32_t count = (end - base < EDGE_SEGMENT ? end : base + EDGE_SEGMENT) - first;
         const int32_t *table = a->page_rows + a->table_start[row];
         for (int32_t g0 = 0; g0 < group; g0 += EDGE_MAX_GROUP) {
             const int32_t heads = group - g0 < EDGE_MAX_GROUP ? group - g0 : EDGE_MAX_GROUP;

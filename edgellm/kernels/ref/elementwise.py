@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -12,18 +14,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + head_dim / 2).
+    """Rotate pairs (i, i + R / 2) of the R leading elements.
 
     Args:
         heads: (T, num_heads, head_dim).
-        angles: (2, T, head_dim / 2) float32.
+        angles: (2, T, R / 2) float32.
     """
     cosine, sine = angles[:, :, None, :]
-    low, high = heads.float().chunk(2, dim=-1)
-    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1).to(heads.dtype)
+    half = angles.shape[2]
+    low, high, rest = torch.split(heads.float(), [half, half, heads.shape[2] - 2 * half], dim=-1)
+    return torch.cat((low * cosine - high * sine, high * cosine + low * sine, rest), dim=-1).to(heads.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up, with the tanh form of gelu."""
+    wide = gate.float()
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    return (0.5 * wide * (1 + torch.tanh(inner)) * up.float()).to(gate.dtype)

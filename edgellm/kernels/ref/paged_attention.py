@@ -18,8 +18,9 @@ def paged_attention(
     slots: npt.NDArray[np.int32],
     lengths: npt.NDArray[np.int32],
     scale: float,
+    window: int = 0,
 ) -> torch.Tensor:
-    """Each query row over the first `lengths[r]` tokens of its slot.
+    """Each query row over the first `lengths[r]` tokens of its slot; with a window, over the last `window` of those.
 
     Args:
         pages: (num_pages, 2, kv_heads, page_size, head_dim).
@@ -30,7 +31,8 @@ def paged_attention(
     group = query.shape[1] // pages.shape[2]
     rows = []
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-        key, value = gather_kv(pages, page_rows[slot], length).float().repeat_interleave(group, dim=1)
+        seen = gather_kv(pages, page_rows[slot], length)[:, :, max(length - window, 0) if window else 0 :]
+        key, value = seen.float().repeat_interleave(group, dim=1)
         scores = (key @ query[row].float()[:, :, None]).squeeze(-1) * scale
         rows.append((scores.softmax(-1)[:, None, :] @ value).squeeze(1))
     return torch.stack(rows).to(query.dtype)
