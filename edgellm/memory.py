@@ -15,6 +15,10 @@ class MemoryBudget:
         bytes_per_page: K and V of one page, all layers.
         page_size: tokens a page.
         max_model_len: tokens one sequence may reach.
+        draft_bytes_per_page: of `bytes_per_page`, what belongs to a draft model's pool.
+        snapshot_slots: checkpoints of recurrent state that may be kept.
+        snapshot_bytes: memory of all of them.
+        state_bytes: live recurrent state of all seats.
         beside: what else the deployment takes of the device's memory, in words; empty on the CPU.
     """
 
@@ -23,6 +27,10 @@ class MemoryBudget:
     page_size: int
     max_model_len: int
     beside: str = ""
+    draft_bytes_per_page: int = 0
+    snapshot_slots: int = 0
+    snapshot_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def tokens(self) -> int:
@@ -39,12 +47,21 @@ class MemoryBudget:
 
     def describe(self) -> str:
         """One line: bytes, pages, tokens, full-length sequences, and what the device holds beside the pool."""
+        if not self.num_pages:
+            return self._state() + (f"; {self.beside}" if self.beside else "")
         each = f"{format_bytes(self.bytes_per_page)} each" if self.num_pages > 1 else format_bytes(self.bytes_per_page)
         return (
             f"KV cache {format_bytes(self.total_bytes)}: {count(self.num_pages, 'page')} of "
             f"{count(self.page_size, 'token')} ({each}) = {count(self.tokens, 'token')}, "
             f"{self._sequences()} of full length ({count(self.max_model_len, 'token')})"
+            + (f"; {self._state()}" if self.snapshot_slots else "")
             + (f"; {self.beside}" if self.beside else "")
+        )
+
+    def _state(self) -> str:
+        return (
+            f"recurrent state {format_bytes(self.state_bytes)}, "
+            f"{count(self.snapshot_slots, 'checkpoint')} of it {format_bytes(self.snapshot_bytes)}"
         )
 
     def _sequences(self) -> str:

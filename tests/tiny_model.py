@@ -58,3 +58,55 @@ def write_byte_tokenizer(folder: Path) -> int:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return len(vocab)
+
+
+def write_tiny_qwen_hybrid(folder: Path, *, seed: int = 11, mtp: bool = True, **changes: Any) -> Path:
+    """A four-layer Qwen3.5 (three gated delta nets, one attention layer) over the same byte tokenizer.
+
+    Args:
+        mtp: add a random multi-token prediction head, stored as public checkpoints store it.
+        changes: fields of `Qwen3_5TextConfig` to set otherwise.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    values: dict[str, Any] = {
+        "vocab_size": write_byte_tokenizer(folder),
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+        **changes,
+    }
+    torch.manual_seed(seed)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
+    model.save_pretrained(folder)
+    if not mtp:
+        return folder
+    hidden, path = values["hidden_size"], folder / "model.safetensors"
+    tensors = load_file(path)
+    attention = values["layer_types"].index("full_attention")
+    shapes = {
+        f"mtp.layers.0.{name.partition(f'layers.{attention}.')[2]}": tensor.shape
+        for name, tensor in tensors.items()
+        if f".layers.{attention}." in name
+    }
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    shapes |= {f"mtp.{name}.weight": torch.Size((hidden,)) for name in norms}
+    shapes["mtp.fc.weight"] = torch.Size((hidden, 2 * hidden))
+    save_file({**tensors, **{name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}}, path)
+    return folder

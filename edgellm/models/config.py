@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edgellm.cache.types import BaseStateKind
 from edgellm.errors import UnsupportedModelError, WeightFileError
 from edgellm.models.fields import Fields, naming, read_json_object, show
-from edgellm.models.registry import Architecture, architecture_of
+from edgellm.models.registry import Architecture, architecture_of, family_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,6 +55,36 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     freq_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """One tensor of recurrent state that a sequence has in one layer.
+
+    Attributes:
+        layer: of the model.
+        name: "state" or "conv".
+        shape: of one sequence's part.
+        dtype: "float32" or the name of another torch dtype.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """The keys and values of a layer.
+
+    Attributes:
+        window: tokens that a row sees, itself included; 0 is all.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +144,38 @@ class ModelConfig:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; rope needs an even head_dim")
 
     @property
+    def num_kv_layers(self) -> int:
+        """Layers that own K and V."""
+        return self.num_layers
+
+    @property
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """Each layer that owns K and V, in order."""
+        return (KVLayer(self.num_kv_heads, self.head_dim),) * self.num_kv_layers
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the attention scores."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def unread_tensors(self) -> tuple[str, ...]:
+        """Prefixes of stored tensors that this model has no use for."""
+        return ()
+
+    @property
+    def recurrent_pieces(self) -> tuple[StatePiece, ...]:
+        """Recurrent and conv state of every recurrent layer; empty for attention models."""
+        return ()
+
+    @property
+    def base_state_kind(self) -> BaseStateKind:
+        """Which kinds of state a sequence keeps."""
+        if not self.recurrent_pieces:
+            return BaseStateKind.ATTENTION_ONLY
+        return BaseStateKind.HYBRID if self.num_kv_layers else BaseStateKind.PURE_RECURRENT
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -150,11 +213,13 @@ def config_from_hf(raw: dict[str, Any], *, source: Path | str = "config.json") -
             of the wrong type or out of range; the message names file, field and value.
     """
     with naming(source):
-        return _config_from_fields(Fields(str(source), raw))
+        fields = Fields(str(source), raw)
+        architecture = architecture_of(fields.texts("architectures"), fields.text("model_type", default=""))
+        return family_of(architecture).read_config(fields, architecture)
 
 
-def _config_from_fields(fields: Fields) -> ModelConfig:
-    architecture = architecture_of(fields.texts("architectures"), fields.text("model_type", default=""))
+def dense_config(fields: Fields, architecture: Architecture) -> ModelConfig:
+    """The config of Llama, Qwen2 and Qwen3."""
     _refuse_unsupported_options(fields, architecture)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     hidden_size = fields.integer("hidden_size", 1, MAX_HIDDEN)
@@ -173,7 +238,7 @@ def _config_from_fields(fields: Fields) -> ModelConfig:
         head_dim=_head_dim(fields, architecture, hidden_size, num_heads),
         max_positions=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
         rms_norm_eps=fields.number("rms_norm_eps", above=0, most=1, default=1e-6),
-        rope=_rope_from_hf(fields),
+        rope=rope_from_hf(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         qkv_bias=qwen2 or attention_bias,
         o_bias=attention_bias and not qwen2,
@@ -212,7 +277,7 @@ def _refuse_partial_rope(fields: Fields) -> None:
         )
 
 
-def _rope_from_hf(fields: Fields) -> RopeConfig:
+def rope_from_hf(fields: Fields) -> RopeConfig:
     """Both spellings: `rope_theta` + `rope_scaling`, and the newer `rope_parameters`."""
     values = {"rope_theta": fields.get("rope_theta")}
     for name in ("rope_scaling", "rope_parameters"):

@@ -1,37 +1,28 @@
 """The decoder-only graph of Llama, Qwen2 and Qwen3 on CPU rows; what differs between them are flags of the config.
 
-Rows of all sequences of a step stand in one (T, hidden) matrix.  Attention is the executor's: the graph hands it
-the rotated Q, K, V rows of a layer and gets the attended rows back.
+Rows of all sequences of a step stand in one (T, hidden) matrix.  Attention is the step's: the graph hands it the
+rotated Q, K, V rows of a layer and gets the attended rows back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from edgellm.kernels.cpu.elementwise import rms_norm, rope_, silu_mul
 from edgellm.kernels.cpu.linear import linear
 from edgellm.models.rope import RotaryAngles
+from edgellm.models.step import GraphOutput, HiddenRows
 
 if TYPE_CHECKING:
     from edgellm.models.config import ModelConfig
     from edgellm.models.loader import LoadedModel
+    from edgellm.models.step import HiddenRequest, StepState
     from edgellm.models.weights import LayerWeights
 
 _ROW_STEP = 64
-
-
-class Attend(Protocol):
-    def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """Write K and V of the rows to their pages, then attend.
-
-        Args:
-            qkv: (T, q_size + 2 * kv_size), Q and K rotated.
-            out: (T, q_size), to be filled.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -80,30 +71,33 @@ class LlamaGraph:
         self._scratch = _Scratch(model.config, model.weights.dtype)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """One pass.
-
-        Args:
-            token_ids: (T,) int32 or int64, each in [0, vocab_size).
-            positions: (T,) absolute positions.
-            logits_index: (L,) int64, rows whose logits are wanted.
-        Returns:
-            (L, vocab_size) float32; a new tensor.
-        """
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_index: torch.Tensor,
+        step: StepState,
+        hidden_request: HiddenRequest | None = None,
+    ) -> GraphOutput:
+        """One pass; see `edgellm.models.step.Graph`."""
         hidden, normed, qkv, attended, gate_up, activated = self._scratch.rows(len(token_ids))
         torch.index_select(self._weights.embedding, 0, token_ids, out=hidden)
         angles = self._angles(positions)
+        wanted = HiddenRows(hidden_request, len(token_ids), self.config.hidden_size, hidden.dtype)
         for idx, (layer, norms) in enumerate(zip(self._weights.layers, self._norms, strict=True)):
+            wanted.enters(idx, hidden)
             rms_norm(hidden, norms.attn, self.config.rms_norm_eps, normed)
             rotated = linear(normed, layer.qkv, qkv, bias=layer.qkv_bias)
             self._rotate(rotated, angles, norms)
-            attend(idx, rotated, attended)
+            step.attend(idx, rotated, attended)
             linear(attended, layer.o, hidden, bias=layer.o_bias, accumulate=True)
             rms_norm(hidden, norms.mlp, self.config.rms_norm_eps, normed)
             silu_mul(linear(normed, layer.gate_up, gate_up, bias=layer.gate_up_bias), activated)
             linear(activated, layer.down, hidden, bias=layer.down_bias, accumulate=True)
-        return self._logits(hidden[logits_index])
+        wanted.enters(self.config.num_layers, hidden)
+        if wanted.wants_normed:
+            rms_norm(hidden, self._final_norm, self.config.rms_norm_eps, normed)
+            wanted.normed(normed)
+        return GraphOutput(self._logits(hidden[logits_index]), wanted.rows)
 
     def _rotate(self, qkv: torch.Tensor, angles: torch.Tensor, norms: _Norms) -> None:
         rope_(

@@ -6,19 +6,22 @@ tensor is copied into its slice, so peak memory is the model plus one tensor.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from edgellm.errors import WeightFileError
 from edgellm.models.pinned_upload import PieceReader, PinnedUpload
+from edgellm.models.registry import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from edgellm.models.config import ModelConfig
+    from edgellm.models.families import NewTensor
 
     ProgressCallback = Callable[[int, int, str], None]
 
@@ -94,10 +97,13 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class ModelWeights:
-    """All tensors of a model, one dtype.  `lm_head` is `embedding` itself where the embeddings are tied."""
+    """All tensors of a model, one dtype.  `lm_head` is `embedding` itself where the embeddings are tied.
+
+    Families with other layers keep dataclasses of their own in `layers`; see `tensors_of`.
+    """
 
     embedding: torch.Tensor
-    layers: list[LayerWeights]
+    layers: list[Any]
     final_norm: torch.Tensor
     lm_head: torch.Tensor
 
@@ -107,15 +113,20 @@ class ModelWeights:
 
     def num_bytes(self) -> int:
         """Bytes of memory, shared tensors counted once."""
-        unique = {tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}
+        unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(self)}
         return sum(unique.values())
 
-    def _tensors(self) -> Iterable[torch.Tensor]:
-        yield from (self.embedding, self.final_norm, self.lm_head)
-        for layer in self.layers:
-            for name in LayerWeights.__slots__:
-                if (tensor := getattr(layer, name)) is not None:
-                    yield tensor
+
+def tensors_of(weights: object) -> Iterable[torch.Tensor]:
+    """Every tensor of a dataclass of weights: its fields, and those of the dataclasses and lists in them."""
+    if isinstance(weights, torch.Tensor):
+        yield weights
+    elif isinstance(weights, (list, tuple)):
+        for item in weights:
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(weights):
+        for field in dataclasses.fields(weights):
+            yield from tensors_of(getattr(weights, field.name))
 
 
 def load_weights(
@@ -135,7 +146,8 @@ def load_weights(
     """
     specs = source.specs()
     # A trial without memory first: a config that does not fit the files must not make anybody allocate.
-    _check(empty_weights(config, dtype, torch.device("meta"))[1], specs)
+    family = family_of(config.architecture)
+    _check(empty_weights(config, dtype, torch.device("meta"))[1], specs, family.IGNORED_TENSORS + config.unread_tensors)
     weights, targets = empty_weights(config, dtype, device)
     total = sum(specs[name].num_bytes for name in targets)
     fill = _filler(source, device)
@@ -145,6 +157,7 @@ def load_weights(
         done += specs[name].num_bytes
         if on_progress is not None:
             on_progress(done, total, name)
+    family.finish(config, weights)
     return weights
 
 
@@ -173,6 +186,15 @@ def empty_weights(
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    return family_of(config.architecture).allocate(config, new)
+
+
+def keep_order(config: ModelConfig, weights: ModelWeights) -> None:
+    """`Family.finish` of files whose rows stand as the graph takes them."""
+
+
+def allocate_dense(config: ModelConfig, new: NewTensor) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
+    """`Family.allocate` of Llama, Qwen2 and Qwen3."""
     targets: dict[str, torch.Tensor] = {}
     embedding = targets["model.embed_tokens.weight"] = new(config.vocab_size, config.hidden_size)
     layers = [_allocate_layer(config, new, f"model.layers.{idx}.", targets) for idx in range(config.num_layers)]
@@ -183,9 +205,7 @@ def empty_weights(
     return ModelWeights(embedding, layers, final_norm, lm_head), targets
 
 
-def _allocate_layer(
-    config: ModelConfig, new: Callable[..., torch.Tensor], prefix: str, targets: dict[str, torch.Tensor]
-) -> LayerWeights:
+def _allocate_layer(config: ModelConfig, new: NewTensor, prefix: str, targets: dict[str, torch.Tensor]) -> LayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv_rows = config.q_size + 2 * config.kv_size
     layer = LayerWeights(
@@ -227,7 +247,7 @@ def _allocate_layer(
     return layer
 
 
-def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
+def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], ignored: tuple[str, ...]) -> None:
     """Every target is stored with its shape, and nothing that would change the numbers is left unread."""
     missing = [name for name in targets if name not in specs]
     if missing:
@@ -241,7 +261,8 @@ def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec])
                 f"tensor {name!r} is stored as {list(specs[name].shape)} but the config says {list(target.shape)}; "
                 "check that config.json belongs to these weights"
             )
-    unread = [name for name in specs if name not in targets and _would_change_numbers(name)]
+    left = (name for name in specs if name not in targets and not name.startswith(ignored))
+    unread = [name for name in left if _would_change_numbers(name)]
     if unread:
         raise WeightFileError(
             f"the checkpoint stores {unread[0]!r} (and {len(unread) - 1} more such tensors), which the config does not "
@@ -251,4 +272,4 @@ def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec])
 
 def _would_change_numbers(name: str) -> bool:
     """Old files store the rope frequencies, which are computed here."""
-    return name.startswith("model.layers.") and not name.endswith(".rotary_emb.inv_freq")
+    return ".layers." in name and not name.endswith(".rotary_emb.inv_freq")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from edgellm.models.step import HiddenRequest
     from edgellm.runtime.device import Device
     from edgellm.runtime.kv_cache import KVCache
 
@@ -123,7 +124,7 @@ class VerifyForward:
 
     Attributes:
         logits: (L, vocab_size) float32, one row for each selected token.
-        hidden: (T, hidden_width), the base model's last hidden row of every token; None where nobody needs it.
+        hidden: (T, hidden_width), the base model's hidden rows of every token, as requested; None where nobody did.
     """
 
     logits: torch.Tensor
@@ -132,6 +133,10 @@ class VerifyForward:
 
 class VerifyingExecutor(Executor, Protocol):
     """An executor that speculative decoders can run on."""
+
+    def request_hidden(self, request: HiddenRequest) -> None:
+        """From now on `forward_verify` returns these hidden rows; before, none or those that the executor chooses."""
+        ...
 
     def forward_verify(self, batch: RaggedBatch) -> VerifyForward:
         """`forward`, with hidden rows, and with one checkpoint of recurrent state after each token of every row."""

@@ -1,7 +1,8 @@
 """`KVCache`: the one owner and accessor of the KV layout, and the budget that sizes it.
 
 Layout: one tensor `[layer, page, 2 (K, V), kv_head, place, dim]`, so a page of one layer is contiguous and the
-tokens of one head within it are too.  For fp8 the last two axes are bytes: the e4m3 values, then one float32 scale a
+tokens of one head within it are too.  Where layers have different heads, one such tensor for each shape; a page id then
+names the same page of all of them.  For fp8 the last two axes are bytes: the e4m3 values, then one float32 scale a
 token (`edgellm.kernels.ref.fp8_pages`), so that a page carries its scales wherever it goes.
 """
 
@@ -20,6 +21,8 @@ from edgellm.log import get_logger
 from edgellm.memory import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from edgellm.models.config import ModelConfig
@@ -71,6 +74,9 @@ class KVCache:
     """Paged keys and values of all layers.
 
     Not thread-safe: one session drives it.  Pages are not cleared; whoever reads must know what was written.
+
+    Args:
+        shapes: (kv heads, head_dim) of each layer, where they differ; the other two are the first layer's then.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        shapes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         for name, value in (
             ("num_layers", num_layers),
@@ -93,17 +100,29 @@ class KVCache:
         ):
             if value < 1:
                 raise InvalidArgumentError(f"{name} is {value}; it must be at least 1")
-        _check_dtype(dtype, torch.device(device), page_size, head_dim)
+        self.shapes = tuple(shapes or [(num_kv_heads, head_dim)] * num_layers)
+        if len(self.shapes) != num_layers:
+            raise InvalidArgumentError(
+                f"shapes has {len(self.shapes)} entries; one for each of {num_layers} layers is needed"
+            )
+        for _, dim in self.shapes:
+            _check_dtype(dtype, torch.device(device), page_size, dim)
         self.num_layers = num_layers
         self.num_pages = num_pages
         self.num_kv_heads = num_kv_heads
         self.page_size = page_size
         self.head_dim = head_dim
         self._dtype = dtype
-        shape = (num_layers, num_pages, 2, num_kv_heads, *_block_shape(dtype, page_size, head_dim))
-        self._storage = torch.empty(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device)
-        self._layers = list(self._storage.unbind(0))
-        self._has_cpu_kernels = self._storage.device.type == "cpu"
+        # By shape, in the order in which shapes first appear.
+        self._storages: dict[tuple[int, int], torch.Tensor] = {}
+        for heads, dim in dict.fromkeys(self.shapes):
+            shape = (self.shapes.count((heads, dim)), num_pages, 2, heads, *_block_shape(dtype, page_size, dim))
+            stored = torch.uint8 if dtype == FP8 else dtype
+            self._storages[heads, dim] = torch.empty(shape, dtype=stored, device=device)
+        unbound = {shape: iter(storage.unbind(0)) for shape, storage in self._storages.items()}
+        self._layers = [next(unbound[shape]) for shape in self.shapes]
+        self._device = self._layers[0].device
+        self._has_cpu_kernels = self._device.type == "cpu"
 
     @classmethod
     def for_model(
@@ -117,14 +136,27 @@ class KVCache:
     ) -> KVCache:
         """A cache of the model's shape."""
         return cls(
-            num_layers=config.num_layers,
+            num_layers=max(1, config.num_kv_layers),
             num_pages=num_pages,
             num_kv_heads=config.num_kv_heads,
             page_size=page_size,
             head_dim=config.head_dim,
             dtype=dtype,
             device=device,
+            shapes=[(layer.num_kv_heads, layer.head_dim) for layer in config.kv_layers],
         )
+
+    def check_model(self, config: ModelConfig) -> None:
+        """
+        Raises:
+            InvalidArgumentError: these are not pages of the model's shape.
+        """
+        wanted = tuple((layer.num_kv_heads, layer.head_dim) for layer in config.kv_layers)
+        if self.shapes != (wanted or ((config.num_kv_heads, config.head_dim),)):
+            raise InvalidArgumentError(
+                f"the KV cache has layers of {_counted(self.shapes)} (kv heads, head_dim), the model "
+                f"{_counted(wanted)}; build it with KVCache.for_model"
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,14 +165,23 @@ class KVCache:
 
     @property
     def storage(self) -> torch.Tensor:
-        """All layers, (num_layers, num_pages, 2, kv_heads, ...), for kernels that move pages and tokens."""
-        return self._storage
+        """All layers, (num_layers, num_pages, 2, kv_heads, ...), for kernels that move pages and tokens.
+
+        Raises:
+            InvalidArgumentError: the layers have different shapes.
+        """
+        if len(self._storages) > 1:
+            raise InvalidArgumentError(
+                f"the KV cache has layers of {_counted(self.shapes)} (kv heads, head_dim); kernels that take all "
+                "layers need one shape"
+            )
+        return next(iter(self._storages.values()))
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, its fp8 scales included."""
         scale_bytes = fp8_pages.SCALE_BYTES if self._dtype == FP8 else 0
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self._dtype.itemsize + scale_bytes)
+        return 2 * sum(heads * (dim * self._dtype.itemsize + scale_bytes) for heads, dim in self.shapes)
 
     @property
     def bytes_per_page(self) -> int:
@@ -149,6 +190,11 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self.bytes_per_page * self.num_pages
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        """(num_pages, ...) of every layer; see `pages`."""
+        return list(self._layers)
 
     def pages(self, layer: int) -> torch.Tensor:
         """(num_pages, 2, kv_heads, page_size, head_dim) of one layer, for kernels that read pages in place.
@@ -171,7 +217,7 @@ class KVCache:
 
             write_kv(self._layers[layer], k, v, kv_offsets)
             return
-        self._check_rows(k, v, kv_offsets)
+        self._check_rows(layer, k, v, kv_offsets)
         self._write_by_index(layer, k, v, kv_offsets)
 
     def gather(self, layer: int, page_ids: npt.NDArray[np.int32], length: int) -> torch.Tensor:
@@ -196,7 +242,7 @@ class KVCache:
             )
         pages = self._layers[layer][self._index(used)]
         if self._dtype == FP8:
-            pages = fp8_pages.dequantise_pages(pages, self.page_size, self.head_dim)
+            pages = fp8_pages.dequantise_pages(pages, self.page_size, self.shapes[layer][1])
         return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].contiguous()
 
     def copy_pages(self, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]) -> None:
@@ -213,32 +259,39 @@ class KVCache:
                 f"{len(source_pages)} source pages, {len(target_pages)} target pages {target_pages.tolist()}; "
                 "as many targets as sources, each once, are needed"
             )
-        if self._storage.is_cuda and not np.intersect1d(source_pages, target_pages).size:
+        for storage in self._storages.values():
+            self._copy_pages(storage, source_pages, target_pages)
+
+    def _copy_pages(
+        self, storage: torch.Tensor, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]
+    ) -> None:
+        if storage.is_cuda and not np.intersect1d(source_pages, target_pages).size:
             from edgellm.kernels.cu.copy_pages import copy_pages
 
-            copy_pages(self._storage, self._upload(source_pages), self._upload(target_pages))
+            copy_pages(storage, self._upload(source_pages), self._upload(target_pages))
             return
         # Through a copy of the sources: a page may be the target of one pair and the source of another.
-        self._storage[:, self._index(target_pages)] = self._storage[:, self._index(source_pages)]
+        storage[:, self._index(target_pages)] = storage[:, self._index(source_pages)]
 
     def fill_poison(self, page_ids: npt.NDArray[np.int32] | None = None) -> None:
         """Fill pages (all of them by default) with NaN, so that reading one that was not written shows."""
         pages = slice(None) if page_ids is None else self._index(page_ids)
-        if self._dtype != FP8:
-            self._storage[:, pages] = float("nan")
-            return
-        values, scales = fp8_pages.split_pages(self._storage, self.page_size, self.head_dim)
-        values[:, pages] = fp8_pages.E4M3_NAN
-        scales[:, pages] = float("nan")
+        for (_, head_dim), storage in self._storages.items():
+            if self._dtype != FP8:
+                storage[:, pages] = float("nan")
+                continue
+            values, scales = fp8_pages.split_pages(storage, self.page_size, head_dim)
+            values[:, pages] = fp8_pages.E4M3_NAN
+            scales[:, pages] = float("nan")
 
     def _index(self, page_ids: npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(page_ids.astype(np.int64)).to(self._storage.device)
+        return torch.from_numpy(page_ids.astype(np.int64)).to(self._device)
 
     def _upload(self, page_ids: npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(page_ids, np.int32)).to(self._storage.device)
+        return torch.from_numpy(np.ascontiguousarray(page_ids, np.int32)).to(self._device)
 
-    def _check_rows(self, k: torch.Tensor, v: torch.Tensor, kv_offsets: npt.NDArray[np.int64]) -> None:
-        wanted = (len(kv_offsets), self.num_kv_heads, self.head_dim)
+    def _check_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor, kv_offsets: npt.NDArray[np.int64]) -> None:
+        wanted = (len(kv_offsets), *self.shapes[layer])
         if k.shape != wanted or v.shape != wanted:
             raise InvalidArgumentError(f"K is {tuple(k.shape)} and V {tuple(v.shape)}; {wanted} is needed")
         if len(kv_offsets) and kv_offsets.max() >= self.num_pages * self.page_size:
@@ -247,15 +300,20 @@ class KVCache:
             )
 
     def _write_by_index(self, layer: int, k: torch.Tensor, v: torch.Tensor, kv_offsets: npt.NDArray[np.int64]) -> None:
-        kept = torch.from_numpy(np.flatnonzero(kv_offsets >= 0)).to(self._storage.device)
-        offsets = torch.from_numpy(kv_offsets).to(self._storage.device)[kept]
+        kept = torch.from_numpy(np.flatnonzero(kv_offsets >= 0)).to(self._device)
+        offsets = torch.from_numpy(kv_offsets).to(self._device)[kept]
         pages, places = offsets // self.page_size, offsets % self.page_size
         rows = torch.stack((k[kept], v[kept]), dim=1)
         if self._dtype != FP8:
             self._layers[layer][pages, :, :, places] = rows.to(self._dtype)
             return
-        values, scales = fp8_pages.split_pages(self._layers[layer], self.page_size, self.head_dim)
+        values, scales = fp8_pages.split_pages(self._layers[layer], self.page_size, self.shapes[layer][1])
         values[pages, :, :, places], scales[pages, :, :, places] = fp8_pages.quantise_rows(rows)
+
+
+def _counted(shapes: Sequence[tuple[int, int]]) -> str:
+    """Shapes for an error message: "2 x (4, 64), 1 x (1, 128)"."""
+    return ", ".join(f"{shapes.count(shape)} x {shape}" for shape in dict.fromkeys(shapes)) or "none"
 
 
 def _check_dtype(dtype: torch.dtype, device: torch.device, page_size: int, head_dim: int) -> None:
@@ -294,7 +352,7 @@ def parse_kv_budget(
     Raises:
         InvalidArgumentError: not one of these forms, less than one page, or more than is free.
     """
-    num_pages = _pages_of(budget, bytes_per_page, page_size, free_bytes, default_tokens)
+    num_pages = units_of(budget, bytes_per_page, page_size, free_bytes, default_tokens)
     result = KVBudget(num_pages=num_pages, page_size=page_size, bytes_per_page=bytes_per_page, free_bytes=free_bytes)
     if num_pages < 1:
         raise InvalidArgumentError(
@@ -314,9 +372,14 @@ def parse_kv_budget(
     return result
 
 
-def _pages_of(
+def units_of(
     budget: int | float | str | None, bytes_per_page: int, page_size: int, free_bytes: int, default_tokens: int
 ) -> int:
+    """Pages, or other units of `bytes_per_page` for `page_size` tokens, that a budget holds; may be 0 or too many.
+
+    Raises:
+        InvalidArgumentError: it is of no form that a budget has.
+    """
     if budget is None:
         most = int(free_bytes * DEFAULT_MEMORY_FRACTION) // bytes_per_page
         return min(-(-default_tokens // page_size), most)

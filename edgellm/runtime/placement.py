@@ -6,7 +6,7 @@ Model loading, the size of the KV pool, the executor and the default step budget
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from edgellm.errors import InvalidArgumentError
 from edgellm.memory import MemoryBudget
@@ -47,6 +47,17 @@ class PlacementOptions:
     measures_steps: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """What a decoder keeps for a sequence, in bytes a page and in elements of a hidden row."""
+
+    bytes_per_page: int = 0
+    hidden_width: int = 0
+
+
+NO_DRAFT = DraftSizes()
+
+
 class Placement(Protocol):
     """A device, and how a deployment is put on it."""
 
@@ -59,17 +70,26 @@ class Placement(Protocol):
         """Weights on the device.  Raises: as `edgellm.models.loader.load_model`."""
         ...
 
-    def size_pool(self, model: LoadedModel, max_model_len: int) -> MemoryBudget:
-        """Pages that `kv_budget` buys.
+    def size_pool(self, model: LoadedModel, max_model_len: int, draft: DraftSizes = NO_DRAFT) -> MemoryBudget:
+        """Pages and checkpoints that `kv_budget` buys.
 
         Raises:
             InvalidArgumentError: they do not fit, or the options do not go with the model.
         """
         ...
 
-    def build_executor(self, model: LoadedModel, budget: MemoryBudget, deployment: DeploymentConfig) -> Executor:
-        """The executor with its KV pool, ready to run.
+    def build_executor(
+        self,
+        model: LoadedModel,
+        budget: MemoryBudget,
+        deployment: DeploymentConfig,
+        draft: DraftSizes = NO_DRAFT,
+        draft_cache: Any = None,
+    ) -> Executor:
+        """The executor with its KV pool and recurrent state, ready to run.
 
+        Args:
+            draft_cache: the draft model's pages, whose tails checkpoints save as well.
         Raises:
             InvalidArgumentError: memory ran out; the message says what to change.
         """
@@ -121,35 +141,72 @@ class CpuPlacement:
 
         return load_model(path, dtype=self._options.dtype, device="cpu", on_progress=on_progress)
 
-    def size_pool(self, model: LoadedModel, max_model_len: int) -> MemoryBudget:
+    def size_pool(self, model: LoadedModel, max_model_len: int, draft: DraftSizes = NO_DRAFT) -> MemoryBudget:
         """Without a budget: every seat at full length, at most half of free memory."""
         from edgellm.runtime.device import CpuDevice
-        from edgellm.runtime.kv_cache import KVCache, parse_kv_budget
+        from edgellm.runtime.kv_cache import KVCache
+        from edgellm.runtime.recurrent_state import state_bytes
+        from edgellm.runtime.state_budget import StateSizes, divide
 
-        options = self._options
-        one_page = KVCache.for_model(model.config, num_pages=1, page_size=options.page_size, dtype=model.dtype)
-        bought = parse_kv_budget(
+        options, config = self._options, model.config
+        page = 0
+        if config.num_kv_layers:
+            one_page = KVCache.for_model(config, num_pages=1, page_size=options.page_size, dtype=model.dtype)
+            page = one_page.bytes_per_page
+        sizes = StateSizes(
+            base_page=page,
+            draft_page=draft.bytes_per_page,
+            state=state_bytes(config.recurrent_pieces),
+            hidden=draft.hidden_width * model.dtype.itemsize,
+        )
+        pools = divide(
             options.kv_budget,
-            bytes_per_page=one_page.bytes_per_page,
+            sizes,
             page_size=options.page_size,
             free_bytes=CpuDevice().free_memory_bytes(),
             default_tokens=options.max_batch_size * max_model_len,
+            max_batch_size=options.max_batch_size,
         )
         return MemoryBudget(
-            bytes_per_page=bought.bytes_per_page,
-            num_pages=bought.num_pages,
+            bytes_per_page=page + draft.bytes_per_page,
+            num_pages=pools.num_pages,
             page_size=options.page_size,
             max_model_len=max_model_len,
+            draft_bytes_per_page=draft.bytes_per_page,
+            snapshot_slots=pools.num_snapshots,
+            snapshot_bytes=pools.num_snapshots * sizes.snapshot,
+            state_bytes=sizes.state * options.max_batch_size,
         )
 
-    def build_executor(self, model: LoadedModel, budget: MemoryBudget, deployment: DeploymentConfig) -> Executor:
+    def build_executor(
+        self,
+        model: LoadedModel,
+        budget: MemoryBudget,
+        deployment: DeploymentConfig,
+        draft: DraftSizes = NO_DRAFT,
+        draft_cache: Any = None,
+    ) -> Executor:
         from edgellm.runtime.executor_cpu import CpuExecutor
         from edgellm.runtime.kv_cache import KVCache
+        from edgellm.runtime.recurrent_state import RecurrentState, snapshot_storage
 
+        config = model.config
         kv_cache = KVCache.for_model(
-            model.config, num_pages=budget.num_pages, page_size=budget.page_size, dtype=model.dtype
+            config, num_pages=max(1, budget.num_pages), page_size=budget.page_size, dtype=model.dtype
         )
-        return CpuExecutor(model, kv_cache)
+        if not config.recurrent_pieces:
+            return CpuExecutor(model, kv_cache)
+        recurrent = RecurrentState(config.recurrent_pieces, deployment.max_batch_size)
+        snapshots = snapshot_storage(
+            recurrent,
+            kv_cache if config.num_kv_layers else None,
+            draft_cache,
+            num_slots=budget.snapshot_slots,
+            page_size=budget.page_size,
+            hidden_width=draft.hidden_width,
+            hidden_dtype=model.dtype,
+        )
+        return CpuExecutor(model, kv_cache, recurrent=recurrent, snapshots=snapshots)
 
     def kv_dtype_name(self, model: LoadedModel) -> str:
         return str(model.dtype).removeprefix("torch.")

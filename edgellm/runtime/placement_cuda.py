@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from edgellm.errors import InvalidArgumentError
+from edgellm.errors import InvalidArgumentError, UnsupportedModelError
 from edgellm.memory import MemoryBudget
+from edgellm.models.registry import FAMILIES
 from edgellm.runtime.cuda_memory import measure
 from edgellm.runtime.device_cuda import CudaDevice, memory_errors
 from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits, attention_mode
 from edgellm.runtime.kv_cache import KVCache, parse_kv_budget
-from edgellm.runtime.placement import CUDA_STEP_TOKENS
+from edgellm.runtime.placement import CUDA_STEP_TOKENS, NO_DRAFT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from edgellm.cache.types import DeploymentConfig
     from edgellm.models.config import ModelConfig
     from edgellm.models.loader import LoadedModel
-    from edgellm.runtime.placement import PlacementOptions, ProgressCallback
+    from edgellm.runtime.placement import DraftSizes, PlacementOptions, ProgressCallback
 
 PAGE_SIZES = (16, 32, 64, 128)
 TENSOR_CORE_HEADS = (64, 128, 256)
@@ -51,8 +52,9 @@ class CudaPlacement:
         device = self._device.torch_device
         return load_model(path, dtype=self._options.dtype, device=device, on_progress=on_progress)
 
-    def size_pool(self, model: LoadedModel, max_model_len: int) -> MemoryBudget:
+    def size_pool(self, model: LoadedModel, max_model_len: int, draft: DraftSizes = NO_DRAFT) -> MemoryBudget:
         """Without a budget: most of what weights and scratch leave, see `DeviceMemory.default_fraction`."""
+        _check_attention_only(model.config, draft)
         options = self._options
         kv_dtype = self._kv_dtype(model)
         check_model(model.config, model.dtype)
@@ -80,7 +82,14 @@ class CudaPlacement:
             beside=memory.describe(),
         )
 
-    def build_executor(self, model: LoadedModel, budget: MemoryBudget, deployment: DeploymentConfig) -> CudaExecutor:
+    def build_executor(
+        self,
+        model: LoadedModel,
+        budget: MemoryBudget,
+        deployment: DeploymentConfig,
+        draft: DraftSizes = NO_DRAFT,
+        draft_cache: Any = None,
+    ) -> CudaExecutor:
         from edgellm.models.device_ops import cuda_ops
 
         mode = attention_mode(model.dtype, deterministic=self._options.deterministic)
@@ -130,6 +139,21 @@ class CudaPlacement:
                 "kv_dtype='auto'"
             )
         return _FP8
+
+
+def _check_attention_only(config: ModelConfig, draft: DraftSizes) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the model keeps recurrent state, or a draft of its own is asked for.
+    """
+    if FAMILIES[config.architecture] != "dense":
+        raise UnsupportedModelError(
+            f"{config.architecture.value} models run on the CPU only for now; pass device='cpu'"
+        )
+    if draft.bytes_per_page:
+        raise UnsupportedModelError(
+            "draft models with pages of their own run on the CPU only for now; pass device='cpu'"
+        )
 
 
 def check_model(config: ModelConfig, dtype: torch.dtype) -> None:

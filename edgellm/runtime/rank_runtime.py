@@ -62,6 +62,8 @@ class LLMRankRuntime:
         model_fingerprint: identity of the weights; contexts of different models are never shared.
         kv_dtype: element type of the KV pages, for the same reason.
         decoder_kind: which registered decoder runs.
+        decoder: that decoder, where it is built already; None builds it.
+        draft_cache: the paged store that the decoder opened (`DecodingStrategy.open_draft`).
         reserve_growth: admit a sequence only when everybody resident can run to its end; False admits as
             soon as the prompt fits, and a sequence that finds no page later ends with ERROR.
         synchronizer: waits for the stream in place of the real wait (tests inject failures here).
@@ -80,6 +82,8 @@ class LLMRankRuntime:
         model_fingerprint: str,
         kv_dtype: str = "float32",
         decoder_kind: str = "vanilla",
+        decoder: DecodingStrategy | None = None,
+        draft_cache: Any = None,
         reserve_growth: bool = True,
         synchronizer: StreamSynchronizer | None = None,
     ) -> None:
@@ -91,7 +95,9 @@ class LLMRankRuntime:
         if decoder_kind in SPEC_REUSE_CONTRACTS:  # a kind that only a plugin knows is its plugin's to judge
             check_support(state.base_state_kind, decoder_kind)
         self.decoder_kind = decoder_kind
-        self.decoder: DecodingStrategy = build_decoder(plugins.choose_decoder(decoder_kind))
+        built = decoder if decoder is not None else build_decoder(plugins.choose_decoder(decoder_kind))
+        self.decoder: DecodingStrategy = built
+        self.decoder.attach(executor)
         self.sampler = Sampler()
         self.guidance = Guidance(tokenizer, executor.vocab_size)
         profile = ContextCacheDeploymentProfile(state.base_state_kind, self.decoder.spec_reuse_contract())
@@ -104,7 +110,7 @@ class LLMRankRuntime:
             ContextCachePhysicalResources(
                 base_cache=executor.kv_cache,
                 base_page_table=self.page_table,
-                draft_cache=state.draft_cache,
+                draft_cache=state.draft_cache if draft_cache is None else draft_cache,
                 draft_page_table=self._draft_page_table,
                 snapshot_storage=state.snapshot_storage,
             ),

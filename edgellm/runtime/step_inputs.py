@@ -21,7 +21,8 @@ from edgellm.runtime._step_packing import (
     pack_step,
     rows_are_current,
 )
-from edgellm.runtime.executor_cpu import check_batch, kv_offsets
+from edgellm.runtime.attention_cpu import kv_offsets
+from edgellm.runtime.executor_cpu import check_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,6 +27,45 @@ def test_sizes() -> None:
     assert cache.pages(1).shape == (5, 2, 3, 4, 6)
 
 
+def uneven_cache(dtype: torch.dtype = torch.float32) -> KVCache:
+    """Three layers of two shapes; the page ids are those of all."""
+    shapes = [(3, 6), (1, 8), (3, 6)]
+    return KVCache(num_layers=3, num_pages=5, num_kv_heads=3, page_size=16, head_dim=6, dtype=dtype, shapes=shapes)
+
+
+def test_layers_of_different_shapes_share_one_budget() -> None:
+    cache = uneven_cache()
+    assert cache.bytes_per_token == 2 * (3 * 6 + 8 + 3 * 6) * 4
+    assert cache.num_bytes == 5 * 16 * cache.bytes_per_token == sum(cache.pages(layer).nbytes for layer in range(3))
+    assert [tuple(cache.pages(layer).shape) for layer in range(3)] == [
+        (5, 2, 3, 16, 6),
+        (5, 2, 1, 16, 8),
+        (5, 2, 3, 16, 6),
+    ]
+    with pytest.raises(InvalidArgumentError, match=r"layers of 2 x \(3, 6\), 1 x \(1, 8\).*need one shape"):
+        _ = cache.storage
+
+
+def test_layers_of_different_shapes_are_written_copied_and_poisoned_together() -> None:
+    cache = uneven_cache()
+    offsets = np.array([48, 49], np.int64)
+    written = []
+    for layer, (heads, head_dim) in enumerate(cache.shapes):
+        rows = torch.randn(2, 2, heads, head_dim)
+        cache.write(layer, rows[0], rows[1], offsets)
+        written.append(rows.transpose(1, 2))
+    cache.copy_pages(np.array([3], np.int32), np.array([1], np.int32))
+    cache.fill_poison(np.array([3], np.int32))
+    for layer, rows in enumerate(written):
+        assert torch.equal(cache.gather(layer, np.array([1], np.int32), 2), rows)
+        assert bool(cache.pages(layer)[3].isnan().all())
+
+
+def test_shapes_of_other_layers_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="shapes has 1 entries; one for each of 2 layers"):
+        KVCache(num_layers=2, num_pages=5, num_kv_heads=3, page_size=4, head_dim=6, shapes=[(3, 6)])
+
+
 def test_written_tokens_are_gathered_in_order_and_nothing_else_is_touched() -> None:
     cache = make_cache()
     cache.fill_poison()

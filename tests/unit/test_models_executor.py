@@ -95,5 +95,5 @@ def test_library_failure_is_a_device_error(executor: CpuExecutor, monkeypatch: p
 
 def test_cache_of_another_shape_is_refused(executor: CpuExecutor, tmp_path: Path) -> None:
     other = KVCache(num_layers=3, num_pages=1, num_kv_heads=2, page_size=4, head_dim=2)
-    with pytest.raises(InvalidArgumentError, match=r"\(3, 2, 2\).*the model \(2, 2, 2\)"):
+    with pytest.raises(InvalidArgumentError, match=r"layers of 3 x \(2, 2\).*the model 2 x \(2, 2\)"):
         CpuExecutor(load_model(tmp_path), other)
