@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from edgellm import errors
     from edgellm.async_engine import AsyncEngine, AsyncTokenStream
     from edgellm.cache.types import Retention, RetentionPriority, ReuseReport, ReuseStopReason
+    from edgellm.decoding.options import SpeculativeOptions
     from edgellm.engine.config import SchedulingOptions
     from edgellm.engine_api import Engine, ServingMetrics, SubmittedRequest
     from edgellm.errors import EdgeLLMError
@@ -37,6 +38,7 @@ _HOMES = {
     "ReuseStopReason": "edgellm.cache.types",
     "SamplingParams": "edgellm.sampling.params",
     "SchedulingOptions": "edgellm.engine.config",
+    "SpeculativeOptions": "edgellm.decoding.options",
     "ServingMetrics": "edgellm.engine_api",
     "StructuredOutput": "edgellm.sampling.structured",
     "SubmittedRequest": "edgellm.engine_api",
@@ -58,6 +60,7 @@ __all__ = [
     "SamplingParams",
     "SchedulingOptions",
     "ServingMetrics",
+    "SpeculativeOptions",
     "StructuredOutput",
     "SubmittedRequest",
     "TokenStream",

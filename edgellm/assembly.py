@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm import envs
 from edgellm.argument_check import check_flag
+from edgellm.cache.deployment import SPEC_REUSE_CONTRACTS, check_support
 from edgellm.cache.types import DeploymentConfig
+from edgellm.decoding.options import DecoderContext, SpeculativeOptions, speculative_options
 from edgellm.engine.config import EngineConfig, SchedulingOptions
 from edgellm.errors import InvalidArgumentError
 from edgellm.fetch import expand_home, resolve_model
 from edgellm.memory import MemoryBudget
 from edgellm.prompts import PromptLimits
-from edgellm.runtime.placement import KV_DTYPES, PlacementOptions
+from edgellm.runtime.placement import KV_DTYPES, DraftSizes, PlacementOptions
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
+    from edgellm.decoding.base import DecodingStrategy
     from edgellm.models.loader import LoadedModel
+    from edgellm.plugins import Plugins
     from edgellm.runtime.placement import Placement
     from edgellm.runtime.rank_runtime import LLMRankRuntime
 
@@ -46,6 +50,7 @@ class LoadOptions:
     step_time_budget_ms: float | None = None
     scheduling: SchedulingOptions | None = None
     max_pending_requests: int = 256
+    speculative: SpeculativeOptions | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, str) or not DEVICE_PATTERN.fullmatch(self.device):
@@ -64,6 +69,7 @@ class LoadOptions:
             raise InvalidArgumentError(
                 f"scheduling is a {type(self.scheduling).__name__}; pass edgellm.SchedulingOptions(...)"
             )
+        speculative_options(self.speculative)
         self.scheduling_options()  # a bad budget is an error of the options, not of the loaded model
 
     def scheduling_options(self) -> SchedulingOptions:
@@ -150,15 +156,19 @@ def connect(options: LoadOptions, placement: Placement, model: LoadedModel, toke
 
     plugins = load_plugins()
     max_model_len = _choose_max_model_len(options, model)
-    budget = placement.size_pool(model, max_model_len)
+    kind, decoder = _build_decoder(options, model, plugins, max_model_len)
+    draft = DraftSizes(decoder.draft_bytes_per_page(), decoder.boundary_hidden_width())
+    budget = placement.size_pool(model, max_model_len, draft)
     deployment = DeploymentConfig(
         max_batch_size=options.max_batch_size,
         max_input_length=max_model_len,
         max_kv_capacity=max_model_len,
         page_size=budget.page_size,
         num_pages=budget.num_pages,
+        num_draft_pages=budget.num_pages if draft.bytes_per_page else 0,
     )
-    executor = placement.build_executor(model, budget, deployment)
+    draft_cache = decoder.open_draft(budget.num_pages) if draft.bytes_per_page else None
+    executor = placement.build_executor(model, budget, deployment, draft, draft_cache)
     runtime = LLMRankRuntime(
         executor,
         tokenizer,
@@ -166,6 +176,9 @@ def connect(options: LoadOptions, placement: Placement, model: LoadedModel, toke
         plugins=plugins,
         model_fingerprint=model.fingerprint,
         kv_dtype=placement.kv_dtype_name(model),
+        decoder_kind=kind,
+        decoder=decoder,
+        draft_cache=draft_cache,
     )
     return Parts(
         model_name=str(options.model),
@@ -175,13 +188,39 @@ def connect(options: LoadOptions, placement: Placement, model: LoadedModel, toke
         limits=PromptLimits(
             vocab_size=executor.vocab_size,
             max_model_len=max_model_len,
-            pool_tokens=budget.tokens,
+            pool_tokens=budget.tokens if budget.num_pages else options.max_batch_size * max_model_len,
             headroom_tokens=runtime.geometry.headroom.base_extra_tokens,
             model_context=model.config.max_positions,
         ),
         memory_budget=budget,
         device_healthy=placement.healthy,
     )
+
+
+def _build_decoder(
+    options: LoadOptions, model: LoadedModel, plugins: Plugins, max_model_len: int
+) -> tuple[str, DecodingStrategy]:
+    """The decoder's kind, and the decoder with its draft's weights; memory for its pages comes later.
+
+    Raises:
+        UnsupportedModelError: the decoder does not go with the model's kind of state.
+        PluginError: no installed decoder is of that kind, or its plugin is broken.
+    """
+    from edgellm.plugin_guard import build_decoder
+
+    speculative = speculative_options(options.speculative)
+    kind = "vanilla" if speculative is None else speculative.decoder
+    if kind in SPEC_REUSE_CONTRACTS:
+        check_support(model.config.base_state_kind, kind)
+    context = DecoderContext(
+        options=speculative,
+        model=model,
+        device=model.weights.embedding.device,
+        page_size=options.page_size,
+        max_batch_size=options.max_batch_size,
+        max_model_len=max_model_len,
+    )
+    return kind, build_decoder(plugins.choose_decoder(kind), context)
 
 
 def _choose_max_model_len(options: LoadOptions, model: LoadedModel) -> int:

@@ -6,8 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +25,7 @@ from edgellm.memory import count
 from edgellm.terminal import fetch_progress, load_progress, waiting
 
 if TYPE_CHECKING:
+    from edgellm.decoding.options import SpeculativeOptions
     from edgellm.llm import LLM
     from edgellm.outputs import RequestOutput
     from edgellm.sampling.params import SamplingParams
@@ -57,6 +58,12 @@ KvBudgetOption = Annotated[
         "most 0.95), a number with a unit bytes (2GiB)."
     ),
 ]
+SpeculativeOption = Annotated[
+    str | None,
+    typer.Option(help="Decode speculatively: prompt_lookup, eagle, mtp, or another installed decoder's kind."),
+]
+DraftOption = Annotated[str | None, typer.Option(help="Folder of the draft model that the decoder needs.")]
+NumDraftsOption = Annotated[int | None, typer.Option(help="Most tokens proposed in a round.")]
 PageSizeOption = Annotated[int, typer.Option(help="Tokens a page.")]
 MaxLenOption = Annotated[int | None, typer.Option(help="Most tokens of one sequence; default: the model's context.")]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
@@ -80,6 +87,7 @@ class ModelChoice:
     kv_budget: str | None = None
     page_size: int = 32
     max_model_len: int | None = None
+    speculative: SpeculativeOptions | None = None
 
 
 def main() -> None:
@@ -124,6 +132,9 @@ def generate(
     kv_budget: KvBudgetOption = None,
     page_size: PageSizeOption = 32,
     max_model_len: MaxLenOption = None,
+    speculative: SpeculativeOption = None,
+    draft: DraftOption = None,
+    num_drafts: NumDraftsOption = None,
     max_tokens: MaxTokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -135,7 +146,8 @@ def generate(
     """Answer one prompt; with --raw, continue it as it is (for a model without a chat template)."""
     text = sys.stdin.read() if prompt == "-" else prompt
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
-    choice = ModelChoice(model, device, dtype, kv_dtype, deterministic, kv_budget, page_size, max_model_len)
+    spec = parse_speculative(speculative, draft, num_drafts)
+    choice = ModelChoice(model, device, dtype, kv_dtype, deterministic, kv_budget, page_size, max_model_len, spec)
     request: Any = [{"role": "user", "content": text}] if chat_template else text
     with open_llm(choice) as llm:
         if chat_template:
@@ -163,6 +175,9 @@ def chat(
     kv_budget: KvBudgetOption = None,
     page_size: PageSizeOption = 32,
     max_model_len: MaxLenOption = None,
+    speculative: SpeculativeOption = None,
+    draft: DraftOption = None,
+    num_drafts: NumDraftsOption = None,
     max_tokens: MaxTokensOption = 512,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -177,7 +192,8 @@ def chat(
     conversation.
     """
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
-    choice = ModelChoice(model, device, dtype, kv_dtype, deterministic, kv_budget, page_size, max_model_len)
+    spec = parse_speculative(speculative, draft, num_drafts)
+    choice = ModelChoice(model, device, dtype, kv_dtype, deterministic, kv_budget, page_size, max_model_len, spec)
     with open_llm(choice) as llm:
         require_chat_template(llm, "use edgellm generate --raw for it")
         out.print(
@@ -192,16 +208,32 @@ def demo(
     model: ModelOption = DEFAULT_MODEL,
     device: DeviceOption = "auto",
     kv_budget: KvBudgetOption = "8192",
+    speculative: Annotated[
+        bool, typer.Option("--speculative", help="Show prompt lookup instead: the same text from fewer steps.")
+    ] = False,
 ) -> None:
     """A four-turn chat over a 2,000-token document, without and with context reuse."""
     from edgellm.demo import run_demo
 
     # float32 everywhere: the answers with and without reuse are compared token by token.
     choice = ModelChoice(model, device=device, dtype="float32", kv_budget=kv_budget)
+    if speculative:
+        _speculative_demo(choice, max_tokens)
+        return
     with open_llm(choice) as llm:
         require_chat_template(llm, "the demo is a chat; choose another model")
         same = run_demo(llm, out, max_tokens=max_tokens)
     if not same:
+        raise typer.Exit(1)
+
+
+def _speculative_demo(choice: ModelChoice, max_tokens: int) -> None:
+    from edgellm.demo_speculative import run_speculative_demo
+
+    def open_with(decoder: str | None) -> AbstractContextManager[LLM]:
+        return open_llm(replace(choice, speculative=parse_speculative(decoder, None, None)))
+
+    if not run_speculative_demo(open_with, out, max_tokens=max_tokens):
         raise typer.Exit(1)
 
 
@@ -292,6 +324,22 @@ def parse_kv_budget(text: str | None) -> int | float | str | None:
     return text
 
 
+def parse_speculative(decoder: str | None, draft: str | None, num_drafts: int | None) -> SpeculativeOptions | None:
+    """`SpeculativeOptions` of the command line's options; None without a decoder.
+
+    Raises:
+        InvalidArgumentError: an option is out of range, or needs --speculative.
+    """
+    from edgellm.decoding.options import SpeculativeOptions
+
+    if decoder is not None:
+        return SpeculativeOptions(decoder=decoder, draft=draft, num_drafts=num_drafts)
+    for name, value in (("--draft", draft), ("--num-drafts", num_drafts)):
+        if value is not None:
+            raise InvalidArgumentError(f"{name} is {value!r} and --speculative is missing; name a decoder with it")
+    return None
+
+
 @contextmanager
 def open_llm(choice: ModelChoice) -> Iterator[LLM]:
     """Fetch and load with progress bars, show the memory budget, and close at the end."""
@@ -307,6 +355,7 @@ def open_llm(choice: ModelChoice) -> Iterator[LLM]:
             kv_budget=parse_kv_budget(choice.kv_budget),
             page_size=choice.page_size,
             max_model_len=choice.max_model_len,
+            speculative=choice.speculative,
             on_fetch=on_fetch,
             on_load=on_load,
         )
@@ -328,10 +377,13 @@ def require_chat_template(llm: LLM, remedy: str) -> None:
 def describe_turn(output: RequestOutput) -> str:
     """One line about a finished answer: reuse, time to first token, rate."""
     reuse, timings = output.reuse, output.timings
+    drafts = ""
+    if output.proposed_draft_tokens:
+        drafts = f"{output.accepted_draft_tokens:,} of {count(output.proposed_draft_tokens, 'draft token')} kept, "
     return (
         f"[reused {reuse.reused_tokens:,} of {count(reuse.prompt_tokens, 'prompt token')} ({reuse.stop_reason.value}), "
         f"first token {timings.time_to_first_token_ms / 1000:.2f} s, {count(len(output.token_ids), 'token')}, "
-        f"{timings.tokens_per_second:.1f} tokens/s, {output.finish_reason}]"
+        f"{drafts}{timings.tokens_per_second:.1f} tokens/s, {output.finish_reason}]"
     )
 
 

@@ -18,7 +18,7 @@ from edgellm.memory import count, format_bytes
 DEPENDENCIES = (
     *("torch", "transformers", "numpy", "safetensors", "tokenizers", "gguf", "pluggy", "typer", "rich", "llguidance"),
 )
-OPTIONAL_DEPENDENCIES = ("cupy-cuda12x", "cupy-cuda13x", "fastapi")
+OPTIONAL_DEPENDENCIES = ("cupy-cuda12x", "cupy-cuda13x", "fastapi", "matplotlib")
 EXTENSIONS = (
     "edgellm._core.block_hash",
     "edgellm._core.page_ledger",

@@ -14,7 +14,7 @@ import pluggy
 if TYPE_CHECKING:
     from edgellm.plugins import DecoderRegistrar, PolicyRegistrar
 
-API_VERSION = (1, 1)
+API_VERSION = (1, 2)
 ENTRY_POINT_GROUP = "edgellm.plugins"
 
 hookspec = pluggy.HookspecMarker("edgellm")
@@ -37,5 +37,6 @@ class HookSpecs:
     def edgellm_register_decoders(self, register: DecoderRegistrar) -> None:
         """Register decoding strategies: call `register(name, factory, kind, priority=0)` once per decoder.
 
-        `kind` is the decoder kind it serves (`"vanilla"`, `"eagle"`, ...); `factory()` builds it.
+        `kind` is the decoder kind it serves (`"vanilla"`, `"eagle"`, ...).  `factory(context)` builds it from a
+        `DecoderContext`; one without parameters is called without.
         """

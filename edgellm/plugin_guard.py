@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from edgellm.cache.types import (
@@ -12,15 +14,17 @@ from edgellm.cache.types import (
     SpecReuseContract,
 )
 from edgellm.decoding.base import DecoderCapabilities, DecodingStrategy
-from edgellm.errors import FOREIGN_ERRORS, PluginError
+from edgellm.errors import FOREIGN_ERRORS, CallerError, PluginError
 from edgellm.foreign import describe_error
 
 if TYPE_CHECKING:
     from edgellm.cache.coordinator import ContextCacheCoordinator
     from edgellm.cache.policy import PublicationPolicy
+    from edgellm.decoding.options import DecoderContext
     from edgellm.plugins import DecoderRegistration, PolicyRegistration
 
 ResultT = TypeVar("ResultT")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def serves(registration: PolicyRegistration, profile: ContextCacheDeploymentProfile, speculative_request: bool) -> bool:
@@ -53,31 +57,51 @@ def build_policy(registration: PolicyRegistration, coordinator: ContextCacheCoor
     return policy
 
 
-def build_decoder(registration: DecoderRegistration) -> DecodingStrategy:
+def build_decoder(registration: DecoderRegistration, context: DecoderContext | None = None) -> DecodingStrategy:
     """A new decoder, whose statements about itself are of the right types.
 
+    Args:
+        context: for factories that take one; None where no model is at hand (tests, the toy model).
     Raises:
         PluginError: the factory raised, or returned something that is no usable decoder.
+        EdgeLLMError: the factory refused what the caller asked for (`CallerError`).
     """
     what = f"decoder {registration.name!r}"
-    decoder = _call(
-        registration,
-        f"the factory of {what}",
-        registration.factory,
-        DecodingStrategy,
-        "a DecodingStrategy",
-    )
+    make = partial(_make, registration.factory, context)
+    try:
+        decoder = _call(registration, f"the factory of {what}", make, DecodingStrategy, "a DecodingStrategy")
+    except PluginError as error:
+        if context is not None and isinstance(error.__cause__, CallerError):
+            raise error.__cause__ from None  # a draft that is missing or does not fit is no fault of the plugin
+        raise
     _check_name(registration, what, lambda: decoder.name)
     statements: dict[str, tuple[type[Any], ...]] = {
         "capabilities": (DecoderCapabilities,),
         "required_kv_headroom": (DecodingKvHeadroom,),
         "token_state_contract": (DecodingTokenStateContract,),
         "spec_reuse_contract": (SpecReuseContract, type(None)),
+        "draft_bytes_per_page": (int,),
+        "boundary_hidden_width": (int,),
     }
     for method, types in statements.items():
         needed = f"a {types[0].__name__}{' or None' if len(types) > 1 else ''}"
         _call(registration, f"{method} of {what}", getattr(decoder, method), types, needed)
     return decoder
+
+
+def _make(factory: Callable[..., Any], context: DecoderContext | None) -> Any:
+    """What the factory gives; it may take the context, or nothing."""
+    if context is None or not _takes_argument(factory):
+        return factory()
+    return factory(context)
+
+
+def _takes_argument(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return False
+    return any(parameter.kind in _POSITIONAL and parameter.default is parameter.empty for parameter in parameters)
 
 
 def _call(

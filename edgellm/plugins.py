@@ -77,7 +77,7 @@ class DecoderRegistration:
     """One registered decoder.  `distribution` as in `PolicyRegistration`."""
 
     name: str
-    factory: Callable[[], Any]
+    factory: Callable[..., Any]
     kind: str
     priority: int
     plugin: str
@@ -135,7 +135,7 @@ class DecoderRegistrar:
         self._known = list(known)
         self.added: list[DecoderRegistration] = []
 
-    def __call__(self, name: str, factory: Callable[[], Any], kind: str, priority: int = 0) -> None:
+    def __call__(self, name: str, factory: Callable[..., Any], kind: str, priority: int = 0) -> None:
         """Register one decoder.
 
         Raises:
@@ -247,7 +247,7 @@ def _stated_api_range(plugin: object) -> tuple[ApiVersion, ApiVersion]:
     """The plugin's `EDGELLM_API`; raises PluginError when absent, malformed or not covering ours."""
     stated = getattr(plugin, "EDGELLM_API", None)
     if stated is None:
-        raise PluginError(f"it states no EDGELLM_API range; ours is {API_VERSION}: add EDGELLM_API = ((1, 1), (1, 1))")
+        raise PluginError(f"it states no EDGELLM_API range; ours is {API_VERSION}: add EDGELLM_API = ((1, 1), (1, 2))")
     try:
         low, high = (tuple(int(part) for part in bound) for bound in stated)
         if len(low) != 2 or len(high) != 2:

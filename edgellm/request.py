@@ -78,6 +78,9 @@ class LLMGenerationResponse:
     Attributes:
         token_ids: every generated id, also those whose text a stop string cut away.
         text: decoded and trimmed text.
+        iterations: steps that the request took part in.
+        proposed_draft_tokens, accepted_draft_tokens: under speculative decoding, what was verified, and what of it is
+            in the answer.
         queue_ms, time_to_first_token_ms, total_ms: filled by the engine; 0.0 where unknown.
     """
 
@@ -90,6 +93,8 @@ class LLMGenerationResponse:
     stop_match: str | None = None
     iterations: int = 0
     error_message: str = ""
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     queue_ms: float = 0.0
     time_to_first_token_ms: float = 0.0
     total_ms: float = 0.0

@@ -89,6 +89,9 @@ def serve(
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 32,
     max_batch_size: Annotated[int, typer.Option(help="Most sequences at once.")] = 8,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of one sequence.")] = None,
+    speculative: Annotated[str | None, typer.Option(help="Kind of a speculative decoder, prompt_lookup say.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder of the draft model that the decoder needs.")] = None,
+    num_drafts: Annotated[int | None, typer.Option(help="Most tokens proposed in a round.")] = None,
     step_time_budget_ms: Annotated[float | None, typer.Option(help="Aim for the longest step.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it to this .png or .svg file.")] = None,
@@ -96,7 +99,7 @@ def serve(
     """Run a workload against an engine in this process and show latencies, throughput and reuse."""
     from edgellm.bench_serve.report import check_targets
     from edgellm.bench_serve.workload import Lengths, RecordedOptions, SyntheticOptions
-    from edgellm.cli import err, out, parse_kv_budget
+    from edgellm.cli import err, out, parse_kv_budget, parse_speculative
 
     check_targets(json_path, plot)
     options: SyntheticOptions | RecordedOptions
@@ -133,6 +136,7 @@ def serve(
         "page_size": page_size,
         "max_batch_size": max_batch_size,
         "max_model_len": max_model_len,
+        "speculative": parse_speculative(speculative, draft, num_drafts),
         "step_time_budget_ms": step_time_budget_ms,
         "max_pending_requests": max(256, requests),
     }
@@ -172,19 +176,22 @@ def run(
         out.print(line)
     for error in sorted({sample.error for sample in samples if sample.error})[:3]:
         err.print(Text(error, style="yellow"))
+    speculative = engine_options.get("speculative")
     settings = {
         "workload": kind,
         **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
         "clients": how.clients,
         "warmup": how.warmup,
         "timeout_seconds": how.timeout,
-        "engine": engine_options,
+        "engine": {**engine_options, "speculative": None if speculative is None else asdict(speculative)},
     }
     json_path, plot_path = files
     if json_path is not None:
         report.write_json(json_path, report.as_plain(summary, samples, settings))
+        err.print(Text(f"wrote {json_path}", style="dim"))
     if plot_path is not None:
         report.write_plot(plot_path, samples, title)
+        err.print(Text(f"wrote {plot_path}", style="dim"))
     return summary
 
 

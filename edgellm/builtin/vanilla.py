@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from edgellm.sampling.result import SampleResult
     from edgellm.sampling.sampler import Sampler, SamplingState
 
-EDGELLM_API = ((1, 1), (1, 1))
+EDGELLM_API = ((1, 1), (1, 2))
 
 
 class VanillaDecoder(DecodingStrategy):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgellm.cache.types import DecodingKvHeadroom, DecodingTokenStateContract, SpecReuseContract
 from edgellm.errors import BrokenInvariantError
@@ -102,6 +102,27 @@ class DecodingStrategy(ABC):
     def spec_reuse_contract(self) -> SpecReuseContract | None:
         """None for decoders that are not speculative."""
         return None
+
+    def draft_bytes_per_page(self) -> int:
+        """Bytes that a page of the draft model's own KV pool takes, all its layers; 0 where it has none."""
+        return 0
+
+    def open_draft(self, num_pages: int) -> Any:
+        """Allocate the draft model's KV pool; called once, where `draft_bytes_per_page` is not 0.
+
+        Returns:
+            The paged store, a `KVCache` or anything with its `copy_pages`; the decoder keeps it too.
+        Raises:
+            InvalidArgumentError: memory ran out.
+        """
+        raise BrokenInvariantError(f"decoder {self.name!r} says it has draft pages, and allocates none")
+
+    def boundary_hidden_width(self) -> int:
+        """Elements of the hidden row that a checkpoint of recurrent state saves for the draft; 0 where none is."""
+        return 0
+
+    def attach(self, executor: Executor) -> None:  # noqa: B027 - most need nothing
+        """The executor is built; ask it here for hidden rows (`request_hidden`).  Called once, before any step."""
 
     def seat(self, executor: Executor, seat: DecodingSeat) -> None:  # noqa: B027 - most keep nothing
         """A sequence takes a slot; again when it took over more state while its prompt was incomplete."""

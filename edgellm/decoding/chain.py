@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from edgellm.decoding.adaptive import DraftLengths
     from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
     from edgellm.sampling.sampler import Sampler, SamplingState
 
@@ -51,12 +53,14 @@ class KeptRow:
 class ChainDecoder(DecodingStrategy):
     """Args:
     num_drafts: K, most tokens proposed in a round.
+    lengths: chooses how many of them are worth it; None always proposes as many as it may.
     """
 
     is_speculative = True
 
-    def __init__(self, num_drafts: int) -> None:
+    def __init__(self, num_drafts: int, lengths: DraftLengths | None = None) -> None:
         self.num_drafts = num_drafts
+        self._lengths = lengths
         self._prompt_ends: dict[int, int] = {}
 
     def required_kv_headroom(self) -> DecodingKvHeadroom:
@@ -66,10 +70,14 @@ class ChainDecoder(DecodingStrategy):
 
     def seat(self, executor: Executor, seat: DecodingSeat) -> None:
         self._prompt_ends[seat.slot] = len(seat.prompt)
+        if self._lengths is not None:
+            self._lengths.seat(seat.slot)
 
     def unseat(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._prompt_ends.pop(slot, None)
+            if self._lengths is not None:
+                self._lengths.unseat(slot)
 
     def settle(self, executor: Executor, slots: Sequence[int], kept: Sequence[int]) -> None:
         cast("VerifyingExecutor", executor).rewind(slots, kept)
@@ -78,6 +86,7 @@ class ChainDecoder(DecodingStrategy):
         self, executor: Executor, batch: RaggedBatch, sampler: Sampler, rows: Sequence[SamplingState]
     ) -> StepTokens:
         verifier = cast("VerifyingExecutor", executor)
+        started = perf_counter()
         proposals = self._propose(verifier, batch)
         wide = widen(batch, proposals)
         forward = verifier.forward_verify(wide)
@@ -85,7 +94,8 @@ class ChainDecoder(DecodingStrategy):
         runs = verify_runs(forward.logits, [proposals[row] for row in selected], sampler, rows)
         chosen = dict(zip(selected, runs, strict=True))
         committed = batch.query_len.tolist()
-        for row in self._decode_rows(batch):
+        decoding = self._decode_rows(batch)
+        for row in decoding:
             committed[row] = max(1, len(chosen[row].token_ids))
         short = [row for row in chosen if committed[row] < int(wide.query_len[row])]
         if short:
@@ -93,6 +103,7 @@ class ChainDecoder(DecodingStrategy):
         for row in range(batch.num_sequences):
             tokens = chosen[row].token_ids if row in chosen else []
             self.absorb(verifier, _kept(wide, row, committed[row], tokens, forward.hidden))
+        self._learn(wide, proposals, committed, decoding, perf_counter() - started)
         return StepTokens(
             token_ids=[run.token_ids for run in runs],
             committed=committed,
@@ -117,9 +128,28 @@ class ChainDecoder(DecodingStrategy):
             limits = [self.num_drafts] * len(rows)
             if batch.max_drafts is not None:
                 limits = np.minimum(batch.max_drafts[rows], self.num_drafts).tolist()
+            if self._lengths is not None:
+                other_rows = batch.num_tokens - len(rows)
+                limits = self._lengths.limits(batch.state_index[rows].tolist(), limits, other_rows)
             for row, chain in zip(rows, self.propose(executor, batch, rows, limits), strict=True):
                 proposals[row] = chain
         return proposals
+
+    def _learn(
+        self,
+        wide: RaggedBatch,
+        proposals: Sequence[Sequence[int]],
+        committed: Sequence[int],
+        decoding: Sequence[int],
+        seconds: float,
+    ) -> None:
+        """Remember what the step cost, where prompt work does not hide it, and what became of its proposals."""
+        if self._lengths is None:
+            return
+        for row in decoding:
+            self._lengths.observe(int(wide.state_index[row]), len(proposals[row]), committed[row] - 1)
+        if len(decoding) == wide.num_sequences:
+            self._lengths.times.observe(wide.num_tokens, seconds)
 
     @abstractmethod
     def propose(

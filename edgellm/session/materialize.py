@@ -35,4 +35,6 @@ def materialize_result(result: BatchResult, stop_strings: Sequence[str], tokeniz
         stop_match=match if match is not None else result.stop_match,
         iterations=result.iterations,
         error_message=result.error_message,
+        proposed_draft_tokens=result.proposed_draft_tokens,
+        accepted_draft_tokens=result.accepted_draft_tokens,
     )

@@ -172,7 +172,7 @@ def test_plugins_lists_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "200")
     result = CliRunner().invoke(cli.app, ["plugins"])
     assert result.exit_code == 0
-    for word in ("base-endpoint", "vanilla", "builtin", "decoders", "policies", "1.1-1.1"):
+    for word in ("base-endpoint", "vanilla", "builtin", "decoders", "policies", "1.1-1.2"):
         assert word in result.output
     assert "policies, the first that serves a request (priority): base-endpoint (0)" in result.output
 
@@ -182,8 +182,8 @@ def test_plugins_fit_80_columns_without_breaking_a_word(monkeypatch: pytest.Monk
     result = CliRunner().invoke(cli.app, ["plugins"])
     lines = [line.split() for line in result.output.splitlines()]
     version = plugins._own_version()
-    assert ["base-endpoint", "edgellm", version, "1.1-1.1", "policies", "builtin"] in lines
-    assert ["vanilla", "edgellm", version, "1.1-1.1", "decoders", "builtin"] in lines
+    assert ["base-endpoint", "edgellm", version, "1.1-1.2", "policies", "builtin"] in lines
+    assert ["vanilla", "edgellm", version, "1.1-1.2", "decoders", "builtin"] in lines
     assert all(len(line) == 6 for line in lines if line and line[-1] in ("builtin", "loaded"))
     assert max(len(line) for line in result.output.splitlines()) <= 80
 

@@ -37,6 +37,11 @@ SERVED = [
 UNSERVED = [(RECURRENT, EAGLE), (RECURRENT, SHARED_KV), (HYBRID, SHARED_KV)]
 
 
+# What a plugin needs beside edgellm, and the module that registers where it is not `policy`.
+NEEDS = {"edgellm-lookup": ("edgellm-shared-kv",)}
+MODULES = {"edgellm-eagle": "plugin", "edgellm-hybrid": "plugin", "edgellm-lookup": "decoder"}
+
+
 def project_of(folder):
     return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -62,7 +67,7 @@ def loaded(own_plugins):
 
 def test_the_plugins_of_this_project_are_here():
     names = [folder.name for folder in FOLDERS]
-    assert names == ["edgellm-eagle", "edgellm-hybrid", "edgellm-shared-kv", "edgellm-template"]
+    assert names == ["edgellm-eagle", "edgellm-hybrid", "edgellm-lookup", "edgellm-shared-kv", "edgellm-template"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -71,18 +76,22 @@ def test_a_plugin_is_a_distribution_of_its_own(folder):
     assert project["name"] == folder.name
     for same in ("version", "license", "license-files", "requires-python"):
         assert project[same] == ROOT_PROJECT[same], same
-    assert project["dependencies"] == [f"edgellm>={ROOT_PROJECT['version']},<0.2"]
-    assert project["entry-points"] == {ENTRY_POINT_GROUP: {folder.name.removeprefix("edgellm-"): f"{package}.policy"}}
+    own = [f"edgellm>={ROOT_PROJECT['version']},<0.2"]
+    own += [f"{other}>={ROOT_PROJECT['version']},<0.2" for other in NEEDS.get(folder.name, ())]
+    assert project["dependencies"] == own
+    module = MODULES.get(folder.name, "policy")
+    assert project["entry-points"] == {ENTRY_POINT_GROUP: {folder.name.removeprefix("edgellm-"): f"{package}.{module}"}}
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert (folder / "src" / package / "py.typed").read_bytes() == b""
     assert sorted(folder.glob("tests/test_*.py")), "a plugin has tests"
 
 
-@pytest.mark.parametrize("folder", FOLDERS[:3], ids=lambda folder: folder.name)  # the template's is about writing one
+@pytest.mark.parametrize("folder", FOLDERS[:-1], ids=lambda folder: folder.name)  # the template's is about writing one
 def test_the_readme_of_a_plugin_names_what_it_registers(folder, loaded):
     text = (folder / project_of(folder)["readme"]).read_text(encoding="utf-8")
     entry = folder.name.removeprefix("edgellm-")
-    names = [registration.name for registration in loaded.policies if registration.plugin == entry]
+    registered = [*loaded.policies, *loaded.decoders]
+    names = [registration.name for registration in registered if registration.plugin == entry]
     assert names
     assert not [name for name in names if f"`{name}`" not in text]
 

@@ -89,7 +89,7 @@ def test_builtins_register_through_the_same_hooks(install):
     ]
     assert report_of(plugins, "base-endpoint").hooks == ("edgellm_register_publication_policies",)
     assert report_of(plugins, "vanilla").hooks == ("edgellm_register_decoders",)
-    assert report_of(plugins, "vanilla").api_range == (API_VERSION, API_VERSION)
+    assert report_of(plugins, "vanilla").api_range == ((1, 1), API_VERSION)
     assert plugins.choose_policy(ATTENTION, False).factory is BaseEndpointPolicy
     assert plugins.choose_decoder("vanilla").factory is VanillaDecoder
 
@@ -121,7 +121,7 @@ def test_one_broken_plugin_does_not_take_the_others_down(install, caplog):
     assert "edgellm-broken 1.0" in caplog.text
 
 
-@pytest.mark.parametrize("api", [((2, 0), (2, 9)), ((0, 1), (0, 9)), ((1, 2), (1, 9))])
+@pytest.mark.parametrize("api", [((2, 0), (2, 9)), ((0, 1), (0, 9)), ((1, 3), (1, 9))])
 def test_version_outside_the_stated_range_is_refused_before_registration(install, api):
     calls = []
     install(FakeEntryPoint("old", lambda: make_plugin(api=api, policy=calls.append)))

@@ -1,0 +1,113 @@
+"""`Eagle3Decoder`: chains from an EAGLE-3 head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgellm.decoding.adaptive import DraftLengths
+from edgellm.decoding.paged_draft import DraftModel, PagedDraftDecoder
+from edgellm.errors import BrokenInvariantError, InvalidArgumentError, UnsupportedModelError
+from edgellm.models.step import HiddenRequest
+from edgellm.runtime.kv_cache import KVCache
+from edgellm_eagle.checkpoint import read_head
+from edgellm_eagle.head import Eagle3Head
+
+if TYPE_CHECKING:
+    from edgellm.decoding.options import DecoderContext
+    from edgellm.models.config import ModelConfig
+    from edgellm.runtime.batch import Executor
+    from edgellm_eagle.checkpoint import HeadWeights
+
+NUM_DRAFTS = 4
+
+
+class Eagle3Decoder(PagedDraftDecoder):
+    """The target's hidden rows in front of its layers 2, n / 2 and n - 3 go into the head, as in its training."""
+
+    name = "eagle3"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: HeadWeights,
+        *,
+        target_layers: int,
+        page_size: int,
+        num_drafts: int = NUM_DRAFTS,
+        adaptive: bool = True,
+    ) -> None:
+        """
+        Args:
+            config, weights: of the head; see `read_head`.
+            target_layers: n.
+            page_size: tokens a page of the head's own KV pool.
+        """
+        super().__init__(num_drafts, DraftLengths() if adaptive else None)
+        self._config = config
+        self._weights = weights
+        self._page_size = page_size
+        self._hidden = HiddenRequest(hidden_layers(target_layers))
+        self._head: Eagle3Head | None = None
+
+    @property
+    def draft(self) -> DraftModel:
+        if self._head is None:
+            raise BrokenInvariantError(f"decoder {self.name!r} has no pages yet; call open_draft first")
+        return self._head
+
+    def draft_bytes_per_page(self) -> int:
+        return self._cache(1).bytes_per_page
+
+    def open_draft(self, num_pages: int) -> Any:
+        cache = self._cache(num_pages)
+        self._head = Eagle3Head(self._config, self._weights, cache)
+        return cache
+
+    def attach(self, executor: Executor) -> None:
+        executor.request_hidden(self._hidden)  # type: ignore[attr-defined]
+
+    def _cache(self, num_pages: int) -> KVCache:
+        embedding = self._weights.embedding
+        return KVCache.for_model(
+            self._config, num_pages=num_pages, page_size=self._page_size, dtype=embedding.dtype, device=embedding.device
+        )
+
+
+def hidden_layers(num_layers: int) -> tuple[int, int, int]:
+    """Layers of a target of n in front of which the hidden rows are read.
+
+    Raises:
+        UnsupportedModelError: the target is too shallow.
+    """
+    chosen = (2, num_layers // 2, num_layers - 3)
+    if not 0 <= chosen[0] <= chosen[1] <= chosen[2]:
+        raise UnsupportedModelError(
+            f"the target has {num_layers} layers; EAGLE-3 reads three depths and needs at least 5"
+        )
+    return chosen
+
+
+def build(context: DecoderContext) -> Eagle3Decoder:
+    """
+    Raises:
+        InvalidArgumentError: no head was given.
+        UnsupportedModelError, WeightFileError: it is no EAGLE-3 head of this target, or damaged.
+    """
+    options, model = context.options, context.model
+    if options is None or options.draft is None:
+        raise InvalidArgumentError(
+            "decoder 'eagle' needs a head: pass speculative=SpeculativeOptions(decoder='eagle', draft=<its folder>)"
+        )
+    folder = Path(options.draft).expanduser()
+    if not folder.is_dir():
+        raise InvalidArgumentError(f"draft is {str(options.draft)!r}, which is no folder; pass that of an EAGLE-3 head")
+    config, weights = read_head(folder, model.config, model.weights.embedding)
+    return Eagle3Decoder(
+        config,
+        weights,
+        target_layers=model.config.num_layers,
+        page_size=context.page_size,
+        num_drafts=options.num_drafts or NUM_DRAFTS,
+        adaptive=options.adaptive,
+    )
