@@ -12,13 +12,15 @@ SOURCES := setup.py pyproject.toml constraints.txt $(PLUGIN_PROJECTS) $(shell fi
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Tiny models run faster with one thread; the default model's tests and the benches set their own.
 TEST_ENV := OMP_NUM_THREADS=1
+# Test processes: a core each, but no more than four, since each holds torch.
+JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 # Line and branch coverage of the cache and of the policies: the tests that are about them, without the slow ones.
 COVERED := edgellm.cache,edgellm_eagle,edgellm_hybrid,edgellm_shared_kv,edgellm_template
 COVERAGE_TESTS := $(addprefix tests/unit/test_,cache_deployment.py cache_invariants.py checkpoint_plan.py common_state.py \
 	growth.py manager_view.py policy_faults_mended.py publication_helpers.py rank_session.py request_adapter.py) \
 	$(wildcard tests/unit/test_coordinator*.py) tests/policies/test_isolation.py plugins
 
-.PHONY: help demo test dev build debug matrix lint unit coverage mutation kernels parity bench benchsmoke wheelcheck clean
+.PHONY: help demo test dev build debug ends matrix lint unit coverage mutation kernels parity bench benchsmoke wheelcheck clean
 
 help:
 	@echo "make demo        install, fetch the default model, chat over a document cold and warm"
@@ -29,7 +31,7 @@ help:
 	@echo "make coverage    line and branch coverage of the cache and the policies, with its floor"
 	@echo "make mutation    mutation testing of the same (an hour; not part of make test)"
 	@echo "make debug       core and session tests on a build with checks and assertions"
-	@echo "make matrix      core tests on every Python 3.10 to 3.13 that is installed"
+	@echo "make matrix      core tests on every Python 3.10 to 3.13 that is installed; make ends: on the oldest and newest"
 	@echo "make parity      many prompts against transformers' reference tokens"
 	@echo "make kernels     compile check of every kernel source and CUDA variant"
 	@echo "make bench       benchmarks, each against a peer in the same run"
@@ -64,7 +66,7 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory coverage
 	$(MAKE) --no-print-directory benchsmoke
 	$(MAKE) --no-print-directory debug
-	$(MAKE) --no-print-directory matrix
+	$(MAKE) --no-print-directory ends
 	$(MAKE) --no-print-directory wheelcheck
 	@echo "make test: every step passed"
 
@@ -75,7 +77,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/cython-lint edgellm
 
 unit: build
-	$(TEST_ENV) $(PY) -m pytest -q -m "not slow"
+	$(TEST_ENV) $(PY) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile
 
 coverage: build
 	@rm -f .coverage
@@ -92,6 +94,9 @@ debug: $(VENV)/.dev
 
 matrix: $(VENV)/.dev
 	$(PY) tools/core_check.py --matrix
+
+ends: $(VENV)/.dev
+	$(PY) tools/core_check.py --ends
 
 kernels: $(VENV)/.dev
 	$(PY) tools/kernel_check.py

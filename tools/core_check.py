@@ -4,6 +4,7 @@
                                            the tests of the core, and those of the session's compiled modules
     python tools/core_check.py --matrix    every other Python 3.10 to 3.13 found on this machine;
                                            the tests of the core, without torch
+    python tools/core_check.py --ends      the oldest and the newest of them
 
 A copy, because a debug build must not overwrite the normal one and Cython rebuilds by file time alone.
 """
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -120,11 +122,11 @@ def working_python(version: str) -> str | None:
     return None
 
 
-def check_matrix() -> None:
-    """Every other version, two at a time: half of the work is waiting for the package index."""
+def check_versions(versions: Sequence[str]) -> None:
+    """Every one but this, two at a time: half of the work is waiting for the package index."""
     this = "{}.{}".format(*sys.version_info[:2])
     with ThreadPoolExecutor(max_workers=2) as pool:
-        for _ in pool.map(check_version, [version for version in VERSIONS if version != this]):
+        for _ in pool.map(check_version, [version for version in versions if version != this]):
             pass
 
 
@@ -141,11 +143,12 @@ def main() -> None:
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--debug", action="store_true")
     choice.add_argument("--matrix", action="store_true")
+    choice.add_argument("--ends", action="store_true")
     options = parser.parse_args()
     if options.debug:
         check(sys.executable, "debug", debug=True)
     else:
-        check_matrix()
+        check_versions(VERSIONS if options.matrix else (VERSIONS[0], VERSIONS[-1]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ only load beside their sources.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,11 +58,16 @@ def build_plugin_wheels() -> list[Path]:
 
 def check_plugin_contents(wheel: Path) -> None:
     """One package with its sources, its type marker, its licence and its entry point; nothing else."""
-    names = zipfile.ZipFile(wheel).namelist()
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     package = wheel.name.split("-")[0]
     info = f"{package}-{wheel.name.split('-')[1]}.dist-info"
-    required = {f"{package}/__init__.py", f"{package}/policy.py", f"{package}/py.typed", f"{info}/entry_points.txt",
-                f"{info}/licenses/LICENSE"}  # fmt: skip
+    required = {f"{package}/__init__.py", f"{package}/py.typed", f"{info}/entry_points.txt", f"{info}/licenses/LICENSE"}
+    if f"{info}/entry_points.txt" in names:
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+        required |= {
+            f"{module.replace('.', '/')}.py" for module in re.findall(r"= ([\w.]+)$", entry_points, re.MULTILINE)
+        }
     missing = sorted(required - set(names))
     foreign = sorted({name.split("/")[0] for name in names} - {package, info})
     if missing or foreign:
