@@ -14,7 +14,10 @@ from edgellm.models.fields import Fields, naming, read_json_object, show
 from edgellm.models.registry import Architecture, architecture_of, family_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
+
+    from typing_extensions import Self
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -142,6 +145,14 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; rope needs an even head_dim")
+
+    def settled(self, stored: Collection[str]) -> Self:
+        """The config with what only the names of the stored tensors tell, such as one of several known layouts.
+
+        Args:
+            stored: names of all tensors of the checkpoint.
+        """
+        return self
 
     @property
     def num_kv_layers(self) -> int:

@@ -13,7 +13,6 @@ from edgellm.errors import InvalidArgumentError, UnsupportedModelError, WeightFi
 from edgellm.models.config import ModelConfig, config_from_hf, read_config_json
 from edgellm.models.fields import naming
 from edgellm.models.gguf_loader import GgufSource
-from edgellm.models.registry import family_of
 from edgellm.models.safetensors_source import SafetensorsSource
 from edgellm.models.weights import ModelWeights, load_weights, weight_bytes
 
@@ -82,9 +81,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
     if path.is_dir():
         config = config_from_hf(read_config_json(path), source=path / "config.json")
         tensors = SafetensorsSource(path)
-        # What a config does not tell: in which of the known layouts the file has its tensors.
-        settle = getattr(family_of(config.architecture), "settle", None)
-        return (config if settle is None else settle(config, tensors.specs())), tensors
+        return config.settled(tensors.specs()), tensors
     if not path.exists():
         raise WeightFileError(f"no model at {path}; give a Hugging Face directory or a .gguf file")
     if path.suffix != ".gguf":

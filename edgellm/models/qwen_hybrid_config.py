@@ -27,6 +27,8 @@ from edgellm.models.registry import Architecture
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from typing_extensions import Self
+
     from edgellm.models.fields import Fields
 
 DELTA = "linear_attention"
@@ -91,6 +93,18 @@ class QwenHybridConfig(ModelConfig):
     packed_mtp_experts: bool = False
     num_mtp_layers: int = 0
     mtp_own_embeddings: bool = False
+
+    def settled(self, stored: Collection[str]) -> Self:
+        """Prefix, packed experts, and whether there is a prediction head."""
+        prefix = next((name for name in PREFIXES if f"{name}embed_tokens.weight" in stored), self.prefix)
+        packed = ".mlp.experts.gate_up_proj"
+        return dataclasses.replace(
+            self,
+            prefix=prefix,
+            packed_experts=any(name.startswith(prefix) and name.endswith(packed) for name in stored),
+            packed_mtp_experts=any(name.startswith("mtp.") and name.endswith(packed) for name in stored),
+            num_mtp_layers=len({name.split(".")[2] for name in stored if name.startswith("mtp.layers.")}),
+        )
 
     @property
     def num_kv_layers(self) -> int:
@@ -158,25 +172,6 @@ def read_config(fields: Fields, architecture: Architecture) -> QwenHybridConfig:
         moe=moe,
         prefix=PREFIXES[nested],
         mtp_own_embeddings=text.flag("mtp_use_dedicated_embeddings", default=False),
-    )
-
-
-def settle(config: ModelConfig, stored: Collection[str]) -> ModelConfig:
-    """The config with what only the names of the stored tensors tell: prefix, packed experts, a prediction head.
-
-    Args:
-        stored: names of all tensors of the checkpoint.
-    """
-    if not isinstance(config, QwenHybridConfig):
-        return config
-    prefix = next((name for name in PREFIXES if f"{name}embed_tokens.weight" in stored), config.prefix)
-    packed = ".mlp.experts.gate_up_proj"
-    return dataclasses.replace(
-        config,
-        prefix=prefix,
-        packed_experts=any(name.startswith(prefix) and name.endswith(packed) for name in stored),
-        packed_mtp_experts=any(name.startswith("mtp.") and name.endswith(packed) for name in stored),
-        num_mtp_layers=len({name.split(".")[2] for name in stored if name.startswith("mtp.layers.")}),
     )
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from edgellm.errors import WeightFileError
 from edgellm.kernels.cpu.elementwise import rms_norm
 from edgellm.kernels.cpu.linear import linear
 from edgellm.models.loader import open_checkpoint
@@ -20,6 +19,7 @@ from edgellm.models.qwen_hybrid import HybridLayer, hybrid_buffers
 from edgellm.models.qwen_hybrid_config import ATTENTION
 from edgellm.models.qwen_hybrid_weights import allocate_mtp, finish_mtp, hybrid
 from edgellm.models.rope import RotaryAngles
+from edgellm.models.weights import fill
 
 if TYPE_CHECKING:
     from edgellm.models.loader import LoadedModel
@@ -106,16 +106,8 @@ def load_mtp(model: LoadedModel) -> MtpHead:
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    specs = source.specs()
     with torch.inference_mode():
         weights, targets = allocate_mtp(model.config, new)
-        for name, target in targets.items():
-            stored = specs[name].shape if name in specs else None
-            if stored != tuple(target.shape):
-                raise WeightFileError(
-                    f"{model.path}: tensor {name!r} of the multi-token prediction head is stored as {stored} but "
-                    f"{tuple(target.shape)} is needed; download the model again"
-                )
-            target.copy_(source.read(name))
+        fill(targets, source, like.device)
         finish_mtp(model.config, weights)
         return MtpHead(model, weights)

@@ -149,16 +149,32 @@ def load_weights(
     family = family_of(config.architecture)
     _check(empty_weights(config, dtype, torch.device("meta"))[1], specs, family.IGNORED_TENSORS + config.unread_tensors)
     weights, targets = empty_weights(config, dtype, device)
+    fill(targets, source, device, on_progress)
+    family.finish(config, weights)
+    return weights
+
+
+def fill(
+    targets: Mapping[str, torch.Tensor],
+    source: WeightSource,
+    device: torch.device,
+    on_progress: ProgressCallback | None = None,
+) -> None:
+    """Read each named tensor into its slice.
+
+    Raises:
+        WeightFileError: one is missing, damaged, or of another shape.
+    """
+    specs = source.specs()
+    check_shapes(targets, specs)
     total = sum(specs[name].num_bytes for name in targets)
-    fill = _filler(source, device)
+    fill_one = _filler(source, device)
     done = 0
     for name, target in targets.items():
-        fill(name, target)
+        fill_one(name, target)
         done += specs[name].num_bytes
         if on_progress is not None:
             on_progress(done, total, name)
-    family.finish(config, weights)
-    return weights
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -249,6 +265,21 @@ def _allocate_layer(config: ModelConfig, new: NewTensor, prefix: str, targets: d
 
 def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], ignored: tuple[str, ...]) -> None:
     """Every target is stored with its shape, and nothing that would change the numbers is left unread."""
+    check_shapes(targets, specs)
+    left = (name for name in specs if name not in targets and not name.startswith(ignored))
+    unread = [name for name in left if _would_change_numbers(name)]
+    if unread:
+        raise WeightFileError(
+            f"the checkpoint stores {unread[0]!r} (and {len(unread) - 1} more such tensors), which the config does not "
+            "mention; check num_hidden_layers, attention_bias and mlp_bias in config.json, or download the model again"
+        )
+
+
+def check_shapes(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    """
+    Raises:
+        WeightFileError: a target is not stored, or with another shape.
+    """
     missing = [name for name in targets if name not in specs]
     if missing:
         raise WeightFileError(
@@ -261,13 +292,6 @@ def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec],
                 f"tensor {name!r} is stored as {list(specs[name].shape)} but the config says {list(target.shape)}; "
                 "check that config.json belongs to these weights"
             )
-    left = (name for name in specs if name not in targets and not name.startswith(ignored))
-    unread = [name for name in left if _would_change_numbers(name)]
-    if unread:
-        raise WeightFileError(
-            f"the checkpoint stores {unread[0]!r} (and {len(unread) - 1} more such tensors), which the config does not "
-            "mention; check num_hidden_layers, attention_bias and mlp_bias in config.json, or download the model again"
-        )
 
 
 def _would_change_numbers(name: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.errors import UnsupportedModelError
 from edgellm.models.config import StatePiece, config_from_hf
-from edgellm.models.qwen_hybrid_config import QwenHybridConfig, settle
+from edgellm.models.qwen_hybrid_config import QwenHybridConfig
 from edgellm.models.qwen_hybrid_weights import allocate_mtp
 from edgellm.models.registry import Architecture
 
@@ -124,15 +124,14 @@ def test_experts_in_every_second_layer() -> None:
 
 def test_stored_names_settle_the_layout_of_experts() -> None:
     config = read(NEXT)
-    assert settle(config, ["model.layers.0.mlp.experts.0.gate_proj.weight"]) == config
-    settled = settle(
-        config,
+    assert config.settled(["model.layers.0.mlp.experts.0.gate_proj.weight"]) == config
+    settled = config.settled(
         ["model.layers.0.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.0.up_proj.weight", "mtp.fc.weight"],
     )
     assert isinstance(settled, QwenHybridConfig)
     assert (settled.packed_experts, settled.packed_mtp_experts, settled.num_mtp_layers) == (True, False, 1)
     assert settled.prefix == "model."
-    assert settle(config, ["model.language_model.embed_tokens.weight"]).prefix == "model.language_model."
+    assert config.settled(["model.language_model.embed_tokens.weight"]).prefix == "model.language_model."
 
 
 @pytest.mark.parametrize(
@@ -185,6 +184,6 @@ def test_refusals_name_the_text_part() -> None:
 def test_prediction_heads_of_another_form_are_refused(changes: dict[str, Any], names: list[str]) -> None:
     import torch
 
-    config = settle(read(conditional(**changes)), names)
+    config = read(conditional(**changes)).settled(names)
     with pytest.raises(UnsupportedModelError, match="multi-token prediction layers"):
         allocate_mtp(config, lambda *shape: torch.empty(shape, device="meta"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from edgellm.models.qwen_hybrid import QwenHybridGraph as build_graph
-from edgellm.models.qwen_hybrid_config import read_config, settle
+from edgellm.models.qwen_hybrid_config import read_config
 from edgellm.models.qwen_hybrid_weights import allocate, finish
 
-__all__ = ["IGNORED_TENSORS", "allocate", "build_graph", "finish", "read_config", "settle"]
+__all__ = ["IGNORED_TENSORS", "allocate", "build_graph", "finish", "read_config"]
 
 # The prediction head is loaded on its own; images have no way in.
 IGNORED_TENSORS = ("mtp.", "model.visual.")
