@@ -146,10 +146,10 @@ def ours(work: Work, **way: bool) -> list[Call]:
 
 
 def flashinfer_calls(work: Work, backend: str) -> list[Call]:
-    import flashinfer
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
     space = torch.zeros(PEER_WORKSPACE_BYTES, device="cuda", dtype=torch.uint8)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "HND", backend=backend)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "HND", backend=backend)
     per_sequence = work.page_table.shape[1]
     wrapper.plan(
         torch.arange(work.batch + 1, dtype=torch.int32) * work.rows,
