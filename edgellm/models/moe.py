@@ -133,7 +133,7 @@ def add_experts(
         activate: of gate and up.
     Effects: writes total.
     """
-    if len(rows) <= SKINNY_ROWS:
+    if len(rows) <= SKINNY_ROWS and activate is silu_mul:  # the only activation of that kernel
         few_experts(rows, weights, experts, gate_up, down, total)
         return
     for expert, tokens, shares in _by_expert(weights, experts, len(gate_up)):
