@@ -1,10 +1,11 @@
 """`DraftLengths`: how many tokens to propose for each sequence, from what was accepted and what steps cost.
 
-A step of s sequences and k proposals takes about `fixed + per_row * (s + k)` seconds, learned from the steps that ran.
-The j-th proposal of a sequence is kept with probability a^j, where a is the share of its proposals that were kept so
-far.  Proposals are added while the next best one raises tokens a second: that is optimal for this model, because their
-gains only fall.  (The trade-off is that of Leviathan et al., "Fast Inference from Transformers via Speculative
-Decoding", 2023, section 3.3, for a batch and with measured costs.)
+A step of s sequences and k proposals takes about `fixed + per_row * (s + k)` seconds, and proposing about `per_depth`
+for each token of the longest chain; all three are learned from the steps that ran.  The j-th proposal of a sequence is
+kept with probability a^j, where a is the share of its proposals that were kept so far.  For each length of the longest
+chain proposals are added while the next best one raises tokens a second, which is optimal for this model because their
+gains only fall; the best length is taken, and none at all where that is best.  (The trade-off is that of Leviathan et
+al., "Fast Inference from Transformers via Speculative Decoding", 2023, section 3.3, for a batch and measured costs.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _FORGET = 0.9  # weight of what was known, at each new observation
 _FIRST_ACCEPTANCE = 0.7
 _CERTAINTY = 4.0  # proposals that the first guess counts for
-_PROBE_EVERY = 16  # rounds after which a sequence for which nothing pays is tried again
+_FIRST_WAIT, _LONGEST_WAIT = 16, 128  # rounds after which a sequence for which nothing pays is tried again
 _SETTLED_STEPS = 8
 _OUTLIER = 3.0  # a step counts as at most so many times its prediction: a stall must not shape the fit
 
@@ -70,6 +71,7 @@ class _Record:
     kept: float = _FIRST_ACCEPTANCE * _CERTAINTY
     tried: float = _CERTAINTY
     idle: int = 0
+    wait: int = _FIRST_WAIT
 
     @property
     def acceptance(self) -> float:
@@ -81,6 +83,7 @@ class DraftLengths:
 
     def __init__(self) -> None:
         self.times = StepTimes()
+        self.per_depth = 0.0  # seconds that proposing takes for each token of the longest chain
         self._records: dict[int, _Record] = {}
 
     def seat(self, slot: int) -> None:
@@ -103,6 +106,14 @@ class DraftLengths:
         record.kept = _FORGET * record.kept + kept
         record.tried = _FORGET * record.tried + tried
         record.idle = 0
+        if kept:
+            record.wait = _FIRST_WAIT
+
+    def observe_proposing(self, depth: int, seconds: float) -> None:
+        """Proposing chains of which the longest has `depth` tokens took so long."""
+        if depth:
+            share = seconds / depth
+            self.per_depth = share if not self.per_depth else _FORGET * self.per_depth + (1 - _FORGET) * share
 
     def limits(self, slots: Sequence[int], most: Sequence[int], other_rows: int = 0) -> list[int]:
         """Proposals worth making for each slot, at most `most` of it.
@@ -110,13 +121,28 @@ class DraftLengths:
         Args:
             other_rows: rows of the step that are not of these slots: prompt chunks.
         """
-        chosen = [0] * len(slots)
         if not self.times.weight:
             return list(most)
-        per_row = self.times.per_row
-        expected = float(len(slots))
-        seconds = self.times.predict(len(slots) + other_rows)
-        gains = [(-self.acceptance(slot), number) for number, slot in enumerate(slots) if most[number]]
+        idle = self.times.predict(len(slots) + other_rows)
+        best, best_rate = [0] * len(slots), len(slots) / idle if idle else 0.0
+        for depth in range(1, max(most, default=0) + 1):
+            allowed = [min(limit, depth) for limit in most]
+            chosen, rate = self._spread(slots, allowed, idle + depth * self.per_depth)
+            if rate <= best_rate and self.per_depth:
+                break
+            if rate > best_rate:
+                best, best_rate = chosen, rate
+        return self._with_probes(slots, most, best)
+
+    def _spread(self, slots: Sequence[int], allowed: Sequence[int], seconds: float) -> tuple[list[int], float]:
+        """The best lengths of chains of at most `allowed`, and their tokens a second.
+
+        Args:
+            seconds: of the step without any proposal's row.
+        """
+        per_row, expected = self.times.per_row, float(len(slots))
+        chosen = [0] * len(slots)
+        gains = [(-self.acceptance(slot), number) for number, slot in enumerate(slots) if allowed[number]]
         heapq.heapify(gains)
         while gains:
             gain, number = gains[0]
@@ -125,11 +151,11 @@ class DraftLengths:
             expected -= gain
             seconds += per_row
             chosen[number] += 1
-            if chosen[number] < most[number]:
+            if chosen[number] < allowed[number]:
                 heapq.heapreplace(gains, (gain * self.acceptance(slots[number]), number))
             else:
                 heapq.heappop(gains)
-        return self._with_probes(slots, most, chosen)
+        return chosen, expected / seconds if seconds else 0.0
 
     def _with_probes(self, slots: Sequence[int], most: Sequence[int], chosen: list[int]) -> list[int]:
         """What a sequence writes changes: one for which nothing paid is tried again from time to time."""
@@ -139,8 +165,8 @@ class DraftLengths:
                 record.idle = 0
                 continue
             record.idle += 1
-            if record.idle >= _PROBE_EVERY:
-                record.idle = 0
+            if record.idle >= record.wait:
+                record.idle, record.wait = 0, min(2 * record.wait, _LONGEST_WAIT)
                 chosen[number] = 1
         return chosen
 

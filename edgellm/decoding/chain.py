@@ -88,6 +88,7 @@ class ChainDecoder(DecodingStrategy):
         verifier = cast("VerifyingExecutor", executor)
         started = perf_counter()
         proposals = self._propose(verifier, batch)
+        proposed = perf_counter()
         wide = widen(batch, proposals)
         forward = verifier.forward_verify(wide)
         selected: list[int] = batch.logits_to_seq.tolist()
@@ -103,7 +104,7 @@ class ChainDecoder(DecodingStrategy):
         for row in range(batch.num_sequences):
             tokens = chosen[row].token_ids if row in chosen else []
             self.absorb(verifier, _kept(wide, row, committed[row], tokens, forward.hidden))
-        self._learn(wide, proposals, committed, decoding, perf_counter() - started)
+        self._learn(wide, proposals, committed, decoding, (proposed - started, perf_counter() - proposed))
         return StepTokens(
             token_ids=[run.token_ids for run in runs],
             committed=committed,
@@ -141,15 +142,20 @@ class ChainDecoder(DecodingStrategy):
         proposals: Sequence[Sequence[int]],
         committed: Sequence[int],
         decoding: Sequence[int],
-        seconds: float,
+        seconds: tuple[float, float],
     ) -> None:
-        """Remember what the step cost, where prompt work does not hide it, and what became of its proposals."""
+        """Remember what the step cost, where prompt work does not hide it, and what became of its proposals.
+
+        Args:
+            seconds: of proposing, and of everything behind it.
+        """
         if self._lengths is None:
             return
         for row in decoding:
             self._lengths.observe(int(wide.state_index[row]), len(proposals[row]), committed[row] - 1)
+        self._lengths.observe_proposing(max(map(len, proposals), default=0), seconds[0])
         if len(decoding) == wide.num_sequences:
-            self._lengths.times.observe(wide.num_tokens, seconds)
+            self._lengths.times.observe(wide.num_tokens, seconds[1])
 
     @abstractmethod
     def propose(

@@ -39,7 +39,12 @@ UNSERVED = [(RECURRENT, EAGLE), (RECURRENT, SHARED_KV), (HYBRID, SHARED_KV)]
 
 # What a plugin needs beside edgellm, and the module that registers where it is not `policy`.
 NEEDS = {"edgellm-lookup": ("edgellm-shared-kv",)}
-MODULES = {"edgellm-eagle": "plugin", "edgellm-hybrid": "plugin", "edgellm-lookup": "decoder"}
+MODULES = {
+    "edgellm-eagle": "plugin",
+    "edgellm-hybrid": "plugin",
+    "edgellm-lookup": "decoder",
+    "edgellm-shared-kv": "plugin",
+}
 
 
 def project_of(folder):

@@ -1,4 +1,4 @@
-"""Context reuse with drafters that keep no KV of their own; see `edgellm_shared_kv.policy`."""
+"""Speculation and context reuse with drafters that keep no KV of their own; see `.policy` and `.decoder`."""
 
 from edgellm_shared_kv.policy import SharedKvSpecPolicy
 
