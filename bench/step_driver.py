@@ -109,6 +109,9 @@ class Driver:
         self.actor = EngineActor(
             channel=self.channel, config=config, open_session=self._open, device_healthy=None, close_runtime=None
         )
+        # Before a submit was one operation, room was reserved first.
+        self._next_id = getattr(self.channel, "next_id", None) or self.channel.reserve
+        self._accept = getattr(self.channel, "accept", None) or self.channel.post
         self._null = null
         self.actor._open()
         self.records: list[RequestRecord] = []
@@ -129,9 +132,9 @@ class Driver:
             stream_channel=channel,
         )
         record = RequestRecord(
-            request_id=self.channel.reserve(), request=request, channel=channel, note_cancel=self.channel.note_cancel
+            request_id=self._next_id(), request=request, channel=channel, note_cancel=self.channel.note_cancel
         )
-        self.channel.post(record)
+        self._accept(record)
         self.records.append(record)
 
     def steps(self, count: int) -> None:

@@ -15,6 +15,7 @@ from edgellm.errors import ContractViolation
 from edgellm.fetch import DEFAULT_MODEL
 from edgellm.frontend import RequestFrontend, RequestOptions, check_seed, prompt_of
 from edgellm.outputs import RequestOutput, StreamIterator, TokenStream, output_from_response
+from edgellm.sampling.structured import StructuredOutput
 
 if TYPE_CHECKING:
     import os
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from edgellm.cache.types import Retention
+    from edgellm.decoding.options import SpeculativeOptions
     from edgellm.engine.config import SchedulingOptions
     from edgellm.memory import MemoryBudget
     from edgellm.prompts import Conversation, Prompt
@@ -36,7 +38,8 @@ class AsyncEngine:
     """A model that serves many tasks of an event loop.  Options: those of `Engine`.
 
     Loading begins with `async with`, `await start()` or the first request, beside the loop.  Prompts are tokenised
-    on one helper thread, in order; streams cost no thread.  One object may serve several loops.
+    on one helper thread, in order, each once the form that it asks for is compiled; streams cost no thread.  One
+    object may serve several loops.
 
     Ownership: `await shutdown()` (or the `async with` block) ends the engine and frees the pool; later calls raise.
     """
@@ -57,6 +60,7 @@ class AsyncEngine:
         step_time_budget_ms: float | None = None,
         scheduling: SchedulingOptions | None = None,
         max_pending_requests: int = 256,
+        speculative: SpeculativeOptions | str | None = None,
         seed: int | None = None,
         on_fetch: Callable[[int, int], None] | None = None,
         on_load: Callable[[int, int, str], None] | None = None,
@@ -80,6 +84,7 @@ class AsyncEngine:
             step_time_budget_ms=step_time_budget_ms,
             scheduling=scheduling,
             max_pending_requests=max_pending_requests,
+            speculative=speculative,
         )
         self._set_up(partial(assemble, options, on_fetch=on_fetch, on_load=on_load), seed)
 
@@ -265,8 +270,12 @@ class AsyncEngine:
         add_generation_prompt: bool,
         chat_template_kwargs: dict[str, Any] | None,
     ) -> LLMGenerationRequest:
-        """Check and tokenise on the helper thread: a long document must not hold the loop up."""
+        """Check and tokenise on the helper thread: a long document must not hold the loop up.
+
+        A form is compiled elsewhere and waited for here, so that the helper goes on with other requests.
+        """
         frontend = await self._started(method)
+        await _form_compiled(frontend, sampling_params)
         prepare = partial(
             frontend.prepare_one,
             prompt_or_messages,
@@ -309,6 +318,17 @@ class AsyncEngine:
 
     def _closed_error(self, method: str) -> ContractViolation:
         return ContractViolation(f"{method}: this AsyncEngine is closed; make a new one")
+
+
+async def _form_compiled(frontend: RequestFrontend, sampling_params: SamplingParams | None) -> None:
+    """Wait until the form that a request asks for is compiled; at once when it asks for none, or for nonsense.
+
+    Raises:
+        AdmissionError: the form does not go with this model.
+    """
+    structured, runtime = getattr(sampling_params, "structured", None), frontend.runtime
+    if isinstance(structured, StructuredOutput) and runtime is not None:
+        await asyncio.wrap_future(runtime.guidance.begin(structured))
 
 
 class AsyncTokenStream:

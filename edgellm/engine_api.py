@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from edgellm.engine.engine import ShutdownMode
 from edgellm.frontend import RequestFrontend, RequestOptions, prompt_of
 from edgellm.host import ModelHost
 from edgellm.outputs import RequestOutput, TokenStream, output_from_response
+from edgellm.ownership import Uncopyable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,17 +66,18 @@ class ServingMetrics:
         )
 
 
-class SubmittedRequest:
+class SubmittedRequest(Uncopyable):
     """One accepted request.  It does not keep the engine alive, and its outcome may be read after the engine's end.
 
     Threads: every method from any thread; the stream has one consumer.
     """
 
-    __slots__ = ("_handle", "_output", "_prompt_token_ids", "_stream")
+    __slots__ = ("_handle", "_lock", "_output", "_prompt_token_ids", "_stream")
 
     def __init__(self, handle: RequestHandle, prompt_token_ids: Sequence[int]) -> None:
         self._handle = handle
         self._prompt_token_ids = list(prompt_token_ids)
+        self._lock = threading.RLock()
         self._stream: TokenStream | None = None
         self._output: RequestOutput | None = None
 
@@ -93,9 +96,10 @@ class SubmittedRequest:
 
         Dropping both this object and the stream cancels the request from now on.
         """
-        if self._stream is None:
-            self._stream = TokenStream(self._handle, self._prompt_token_ids)
-        return self._stream
+        with self._lock:  # a second stream, when dropped, would cancel the request
+            if self._stream is None:
+                self._stream = TokenStream(self._handle, self._prompt_token_ids)
+            return self._stream
 
     def ready(self) -> bool:
         """Whether it has ended, so that `get()` returns without waiting."""
@@ -109,6 +113,7 @@ class SubmittedRequest:
         Raises:
             TimeoutError: no answer yet; `get` may be called again.
             RequestCancelled, RequestTimedOut, RequestFailed: it ended without one.
+            ContractViolation: this process was forked from the engine's, and there is no answer yet.
         """
         if self._output is None:
             self._output = output_from_response(self._prompt_token_ids, self._handle.get(timeout))
@@ -119,7 +124,11 @@ class SubmittedRequest:
         self._handle.cancel()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` once it has ended: on the engine's thread, or now.  It must not block."""
+        """Call `callback()` once it has ended: on the engine's thread, or now.  It must not block.
+
+        Raises:
+            InvalidArgumentError: `callback` cannot be called.
+        """
         self._handle.add_done_callback(callback)
 
     def __repr__(self) -> str:

@@ -27,13 +27,14 @@ def call_foreign(function: Callable[..., object], *arguments: Any) -> BaseExcept
 def describe_error(error: BaseException) -> str:
     """Class and message of an error; a foreign one's text may fail too."""
     texts: list[str] = []
-    failed = call_foreign(lambda: texts.append(str(error)))
-    return type(error).__name__ if failed is not None else f"{type(error).__name__}: {texts[0]}"
+    failed = call_foreign(lambda: texts.append(f"{type(error).__name__}: {error}"))
+    return type(error).__name__ if failed is not None else texts[0]
 
 
 def describe_value(value: object, limit: int = 80) -> str:
     """`repr(value)` for a message: cut, and never an error (a huge integer has none, a foreign object may fail)."""
     texts: list[str] = []
-    if call_foreign(lambda: texts.append(repr(value))) is not None:
+    # Joined, because a `repr` may be of a subclass of `str` that fails later.
+    if call_foreign(lambda: texts.append("".join((repr(value),)))) is not None:
         return f"a {type(value).__name__}"
     return texts[0] if len(texts[0]) <= limit else f"{texts[0][:limit]}..."

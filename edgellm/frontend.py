@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,13 @@ from edgellm.prompts import (
     split_prompts,
 )
 from edgellm.request import LLMGenerationRequest
-from edgellm.session.request_check import check_cache_salt, check_priority, check_retention, check_timeout_seconds
+from edgellm.session.request_check import (
+    check_cache_salt,
+    check_priority,
+    check_retention,
+    check_template_arguments,
+    check_timeout_seconds,
+)
 from edgellm.streaming import StreamChannel
 
 if TYPE_CHECKING:
@@ -92,7 +97,6 @@ class RequestFrontend:
         self._seed = check_seed(seed)
         self._owner = owner
         self._request_numbers = itertools.count()
-        self._close_lock = threading.Lock()
         self.model_name = parts.model_name
         self.dtype = parts.runtime.kv_dtype
         self.tokenizer: Any = parts.tokenizer
@@ -102,6 +106,7 @@ class RequestFrontend:
         self.engine: RequestEngine | None = RequestEngine(
             parts.runtime, parts.engine_config, device_healthy=parts.device_healthy
         )
+        self._ending: RequestEngine | None = self.engine  # until it has ended
         logger.info("%s: %s", parts.model_name, self.memory_budget.describe())
 
     # ---- requests -------------------------------------------------------------------------------------
@@ -130,6 +135,7 @@ class RequestFrontend:
 
         Raises: as `prepare_prompts`.
         """
+        chat_template_kwargs = _template_variables(add_generation_prompt, chat_template_kwargs)
         conversations, is_list = split_conversations(messages)
         requests = [_chat_request(one, add_generation_prompt, chat_template_kwargs) for one in conversations]
         return self._prepare(requests, sampling_params, "messages" if is_list else "", options)
@@ -150,6 +156,7 @@ class RequestFrontend:
             method: the public method that was called, for messages.
         Raises: as `prepare_prompts`; InvalidArgumentError also for a list of several.
         """
+        chat_template_kwargs = _template_variables(add_generation_prompt, chat_template_kwargs)
         require_one_prompt(prompt_or_messages, method)
         if is_conversation(prompt_or_messages):
             request = _chat_request(prompt_or_messages, add_generation_prompt, chat_template_kwargs)
@@ -164,9 +171,11 @@ class RequestFrontend:
             stream: its text is read as it comes, so give it a channel from the first token on.
             wait: let it stand in line while too many are pending, see `RequestEngine.submit`.
         Raises:
+            InvalidArgumentError: `stream` is neither True nor False.
             SubmitError: too many requests are pending, try again later; or the engine takes none any more.
             ContractViolation: closed.
         """
+        check_flag("stream", stream)
         engine = self.open_engine("submit")
         if stream:
             request = dataclasses.replace(request, stream_channel=StreamChannel.create())
@@ -198,17 +207,20 @@ class RequestFrontend:
         return ContractViolation(f"{method}: this {self._owner} is closed; make a new one")
 
     def close(self, mode: ShutdownMode) -> None:
-        """End the engine as `mode` says, and let go of weights and KV pool.  Idempotent; the first mode stays."""
-        with self._close_lock:
-            engine, runtime = self.engine, self.runtime
-            self.engine, self.runtime = None, None
-            if engine is None:
-                return
-            try:
-                engine.shutdown(mode)
-            except ContractViolation:  # called on the engine's own thread: it goes on, and so does this
-                self.engine, self.runtime = engine, runtime
-                raise
+        """End the engine as `mode` says, and let go of weights and KV pool.  Idempotent; the first mode stays.
+
+        Returns once everything has ended, whoever asked for it first, and also after a call that was interrupted.
+
+        Raises:
+            ContractViolation: called on the engine's own thread; nothing was changed.
+        """
+        engine = self._ending
+        if engine is None:
+            return
+        engine.require_other_thread()
+        self.engine = self.runtime = None
+        engine.shutdown(mode)
+        self._ending = None
 
     # ---- inside ---------------------------------------------------------------------------------------
 
@@ -270,11 +282,22 @@ def check_seed(seed: Any) -> int | None:
     return seed
 
 
+def _template_variables(add_generation_prompt: Any, chat_template_kwargs: Any) -> dict[str, Any]:
+    """The variables as a dict of our own.
+
+    Raises:
+        InvalidArgumentError: one of the two arguments is malformed.
+    """
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    check_template_arguments(add_generation_prompt, variables)
+    return dict(variables)
+
+
 def _chat_request(
-    conversation: Any, add_generation_prompt: bool, chat_template_kwargs: dict[str, Any] | None
+    conversation: Any, add_generation_prompt: bool, chat_template_kwargs: dict[str, Any]
 ) -> LLMGenerationRequest:
     return LLMGenerationRequest(
         messages=conversation,
         add_generation_prompt=add_generation_prompt,
-        chat_template_kwargs=dict(chat_template_kwargs or {}),
+        chat_template_kwargs=dict(chat_template_kwargs),
     )

@@ -10,6 +10,7 @@ from edgellm.assembly import LoadOptions, Parts, assemble
 from edgellm.fetch import DEFAULT_MODEL
 from edgellm.frontend import RequestFrontend, RequestOptions, check_seed, prompt_of
 from edgellm.outputs import RequestOutput, TokenStream, output_from_response
+from edgellm.ownership import Uncopyable
 
 if TYPE_CHECKING:
     import os
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from edgellm.cache.types import Retention
+    from edgellm.decoding.options import SpeculativeOptions
     from edgellm.engine.config import SchedulingOptions
     from edgellm.engine.engine import RequestEngine
     from edgellm.engine.records import RequestHandle
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from edgellm.sampling.params import SamplingParams
 
 
-class ModelHost:
+class ModelHost(Uncopyable):
     """One model on this machine, with a paged KV cache whose content is reused across requests.
 
     Threads: every method may be called from several threads at once.
@@ -57,6 +59,7 @@ class ModelHost:
         step_time_budget_ms: float | None = None,
         scheduling: SchedulingOptions | None = None,
         max_pending_requests: int = 256,
+        speculative: SpeculativeOptions | str | None = None,
         seed: int | None = None,
         on_fetch: Callable[[int, int], None] | None = None,
         on_load: Callable[[int, int, str], None] | None = None,
@@ -81,6 +84,8 @@ class ModelHost:
                 pieces that fit, so that the gap between two tokens of others stays near it.  None does not limit time.
             scheduling: how steps are filled (`edgellm.SchedulingOptions`); None takes the defaults.
             max_pending_requests: requests that may wait or run at once; one more is refused (`SubmitError`).
+            speculative: decode speculatively: the kind of a decoder ("prompt_lookup", "eagle", ...) or
+                `edgellm.SpeculativeOptions(...)`; None decodes token by token.
             seed: makes sampling reproducible for requests without a seed of their own, in order of submission.
             on_fetch: called with (bytes so far, bytes in all) while the default model is fetched.
             on_load: called with (bytes so far, bytes in all, tensor name) while weights are loaded.
@@ -104,6 +109,7 @@ class ModelHost:
             step_time_budget_ms=step_time_budget_ms,
             scheduling=scheduling,
             max_pending_requests=max_pending_requests,
+            speculative=speculative,
         )
         check_seed(seed)
         self._start(assemble(options, on_fetch=on_fetch, on_load=on_load), seed)
@@ -254,7 +260,8 @@ class ModelHost:
     def __repr__(self) -> str:
         front = self._frontend
         state = "closed" if front.engine is None else "open"
-        pool = f"{front.memory_budget.tokens:,} tokens"
+        budget = front.memory_budget
+        pool = f"{budget.tokens:,} tokens" if budget.num_pages else f"{budget.snapshot_slots:,} checkpoints"
         return f"{type(self).__name__}({front.model_name!r}, dtype={front.dtype!r}, kv_pool={pool!r}, {state})"
 
     # ---- inside ---------------------------------------------------------------------------------------

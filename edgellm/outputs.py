@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from edgellm.errors import BrokenInvariantError, RequestCancelled
+from edgellm.ownership import Uncopyable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -49,6 +50,8 @@ class RequestOutput:
         finish_reason: "stop" (end token, stop id or stop string) or "length" (OpenAI names).
         logprobs: one entry a token of `token_ids`; None unless they were asked for.
         reuse: how much of the prompt was not computed again, and why not more.
+        proposed_draft_tokens, accepted_draft_tokens: under speculative decoding, draft tokens that were verified, and
+            those of them that are in the answer.
     """
 
     prompt_token_ids: list[int]
@@ -58,6 +61,8 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None
     reuse: ReuseReport
     timings: RequestTimings
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 def output_from_response(prompt_token_ids: Sequence[int], response: LLMGenerationResponse) -> RequestOutput:
@@ -80,6 +85,8 @@ def output_from_response(prompt_token_ids: Sequence[int], response: LLMGeneratio
         logprobs=response.logprobs,
         reuse=response.reuse,
         timings=_timings(response),
+        proposed_draft_tokens=response.proposed_draft_tokens,
+        accepted_draft_tokens=response.accepted_draft_tokens,
     )
 
 
@@ -90,7 +97,7 @@ def _timings(response: LLMGenerationResponse) -> RequestTimings:
     return RequestTimings(response.queue_ms, response.time_to_first_token_ms, response.total_ms, rate)
 
 
-class TokenStream:
+class TokenStream(Uncopyable):
     """One running request: iterate over it (`for` or `async for`) to get text as it is generated.
 
     Yields non-empty pieces of text whose concatenation is `output.text`; `chunks()` yields

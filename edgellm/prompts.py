@@ -12,7 +12,7 @@ from edgellm.errors import INPUT_TOO_LONG_MARKER, CallerError, InputTooLongError
 from edgellm.request import LLMGenerationRequest, Message
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.prompt import TokenizedPrompt, build_prompt
-from edgellm.session.request_check import check_request
+from edgellm.session.request_check import check_request, read_foreign
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -93,8 +93,7 @@ class PromptPreparer:
             AdmissionError, InputTooLongError, InvalidArgumentError: of the kind the check raises.
         """
         try:
-            check_request(request, vocab_size=self._limits.vocab_size)
-            prompt = build_prompt(request, self._tokenizer, vocab_size=self._limits.vocab_size)
+            prompt = read_foreign(lambda: self._read(request))
             self._limits.check_length(len(prompt))
         except CallerError as error:
             if not where:
@@ -103,6 +102,10 @@ class PromptPreparer:
             text = str(error).removeprefix(f"{INPUT_TOO_LONG_MARKER}: ")
             raise type(error)(f"{where}: {text}") from error
         return PreparedPrompt(prompt, request.sampling)
+
+    def _read(self, request: LLMGenerationRequest) -> TokenizedPrompt:
+        check_request(request, vocab_size=self._limits.vocab_size)
+        return build_prompt(request, self._tokenizer, vocab_size=self._limits.vocab_size)
 
 
 def request_of_prompt(prompt: Any) -> LLMGenerationRequest:

@@ -12,7 +12,7 @@ request's outcome is published.  Read the outcome from the request handle.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 
 from edgellm.argument_check import INT32_MAX, check_flag, check_int, wait_seconds
 from edgellm.errors import ContractViolation, InvalidArgumentError
-from edgellm.foreign import call_foreign
+from edgellm.foreign import call_foreign, describe_value
 from edgellm.log import get_logger
+from edgellm.ownership import Uncopyable, require_home_process
 from edgellm.session.types import FinishReason
+from edgellm.waits import WaitList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +89,7 @@ class _Gathered:
         )
 
 
-class StreamChannel:
+class StreamChannel(Uncopyable):
     """Single-use stream of `StreamChunk`s; make one with `StreamChannel.create()`.
 
     Thread rules: `push`, `finish`, `attach`, `detach` belong to the producer; `try_pop`, `wait_pop`,
@@ -104,11 +106,13 @@ class StreamChannel:
         if key is not _FACTORY_KEY:
             raise ContractViolation("StreamChannel is made by StreamChannel.create(), not by its constructor")
         # Re-entrant: the collector may cancel a dropped stream from inside a call of this channel.
-        self._condition = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._waiters = WaitList(self._lock)
         self._pending: deque[StreamChunk] = deque()
         self._merged: _Gathered | None = None  # the newest unread chunk, once it had to be merged
         self._held: _Gathered | None = None  # not yet `stream_interval` tokens
-        self._claimed = False
+        self._claimant: Callable[[], None] | None = None  # how its request hears of a cancel
+        self._process_id: int | None = None  # of the claimant
         self._attached = False
         self._read = False
         self._cancelled = False
@@ -156,7 +160,7 @@ class StreamChannel:
             InvalidArgumentError: no integer of 32 bits.
         """
         check_int("stream_interval", interval, low=-INT32_MAX)
-        with self._condition:
+        with self._lock:
             self._stream_interval = max(1, interval)
 
     def set_skip_special_tokens(self, skip: bool) -> None:
@@ -167,8 +171,8 @@ class StreamChannel:
             InvalidArgumentError: neither True nor False.
         """
         check_flag("skip_special_tokens", skip)
-        with self._condition:
-            if self._attached or self._claimed:
+        with self._lock:
+            if self._attached or self._claimant is not None:
                 raise ContractViolation(
                     "set_skip_special_tokens: the channel is attached to a request; set it before submitting"
                 )
@@ -188,22 +192,31 @@ class StreamChannel:
 
     # ---- producer -------------------------------------------------------------------------------------
 
-    def claim(self) -> None:
+    def claim(self, on_cancel: Callable[[], None]) -> None:
         """Promise the channel to one request, before a session attaches it.
 
+        Args:
+            on_cancel: tells the request that the channel was cancelled (now, if it already is); must be idempotent,
+                since each `cancel()` calls it.
         Raises:
             InvalidArgumentError: it served or serves a request already.  Nothing was changed.
         """
-        with self._condition:
-            if self._claimed or self._attached or self._finished:
+        with self._lock:
+            if self._claimant is not None or self._attached or self._finished:
                 raise InvalidArgumentError(
                     "stream_channel served another request already; give each request its own channel"
                 )
-            self._claimed = True
+            self._process_id = os.getpid()
+            self._claimant = on_cancel
+            cancelled = self._cancelled
+        if cancelled:
+            on_cancel()
 
-    def unclaim(self) -> None:
-        """Take `claim` back: its request was never accepted."""
-        self._claimed = False
+    def unclaim(self, on_cancel: Callable[[], None]) -> None:
+        """Take back the `claim` with the same argument, if there is one: its request was never accepted."""
+        with self._lock:
+            if self._claimant == on_cancel:
+                self._claimant = None
 
     def attach(self) -> None:
         """Claim the channel for one sequence.
@@ -211,7 +224,7 @@ class StreamChannel:
         Raises:
             ContractViolation: attached already, or finished.  Nothing was changed.
         """
-        with self._condition:
+        with self._lock:
             if self._attached:
                 raise ContractViolation("attach: the channel already serves a sequence; give each request its own")
             if self._finished:
@@ -224,7 +237,7 @@ class StreamChannel:
         Raises:
             ContractViolation: not attached, or finished.
         """
-        with self._condition:
+        with self._lock:
             if not self._attached or self._finished:
                 state = "finished" if self._finished else "not attached"
                 raise ContractViolation(f"detach: the channel is {state}; only an attached, unfinished one can move")
@@ -237,7 +250,7 @@ class StreamChannel:
             False when the consumer has read a chunk, or the channel finished: its sequence cannot begin again
             unseen.  Nothing was changed.
         """
-        with self._condition:
+        with self._lock:
             if self._read or self._finished:
                 return False
             self._pending.clear()
@@ -257,7 +270,7 @@ class StreamChannel:
             raise InvalidArgumentError(
                 f"push: finished={chunk.finished} with reason {chunk.reason.value}; exactly the last chunk has a reason"
             )
-        with self._condition:
+        with self._lock:
             if self._reason is not FinishReason.NOT_FINISHED:
                 return False
             if self._held is not None or (len(chunk.token_ids) < self._stream_interval and not chunk.finished):
@@ -295,7 +308,7 @@ class StreamChannel:
 
     def try_pop(self) -> StreamChunk | None:
         """The oldest unread chunk, or None."""
-        with self._condition:
+        with self._lock:
             return self._pop_locked() if self._readable else None
 
     def wait_pop(self, timeout: float | None = None) -> StreamChunk | None:
@@ -305,19 +318,21 @@ class StreamChannel:
             The chunk; None at the end of the stream (`is_exhausted()`) or when the time is up.
         Raises:
             InvalidArgumentError: `timeout` is no number of seconds.
+            ContractViolation: this process was forked from the one that serves the stream.
         """
         timeout = wait_seconds("timeout", timeout)
+        self._require_home_process()
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._condition:
-            while not self._readable:
-                if self._ended:
-                    return None
+        while True:
+            with self._lock:
+                if self._readable:
+                    return self._pop_locked()
                 remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
+                if self._ended or (remaining is not None and remaining <= 0):
                     return None
                 self._reader_waits = True
-                self._condition.wait(remaining)
-            return self._pop_locked()
+                bell = self._waiters.join()
+            self._waiters.wait(bell, remaining)
 
     def consume(self, handler: Callable[[StreamChunk], None], poll: float = 0.1) -> FinishReason:
         """Call `handler` with every chunk, without the lock, until the stream ends.
@@ -348,22 +363,23 @@ class StreamChannel:
         return self
 
     async def __anext__(self) -> StreamChunk:
+        self._require_home_process()
         while True:
             loop = asyncio.get_running_loop()
             arrived: asyncio.Future[None] = loop.create_future()
-            with self._condition:
+            with self._lock:
                 if self._readable:
                     return self._pop_locked()
                 if self._ended:
                     raise StopAsyncIteration
                 if self._waker is not None:
                     raise ContractViolation("two tasks read one stream; a stream has one reader, make one for each")
-                waker = self._waker = _thread_safe_waker(loop, arrived)
+                waker = self._waker = _thread_safe_waker(loop, arrived, self.cancel)
                 self._reader_waits = True
             try:
                 await arrived
             finally:
-                with self._condition:
+                with self._lock:
                     if self._waker is waker:  # a later reader's stays
                         self._waker = None
 
@@ -371,13 +387,19 @@ class StreamChannel:
 
     def cancel(self) -> None:
         """Ask the producer to stop and release the consumer.  Idempotent; no effect once finished."""
-        with self._condition:
-            if self._cancelled or self._finished:
+        with self._lock:
+            if self._finished:
                 return
+            first = not self._cancelled
             self._cancelled = True
+            claimant = self._claimant
             cancel_listeners, listeners = tuple(self._cancel_listeners), self._listeners
             waker = self._wake_locked()
+        if claimant is not None:  # each time: an interrupt may have kept the first call from telling
+            claimant()
         _call(waker)
+        if not first:
+            return
         for listener in cancel_listeners:
             listener()
         for listener in listeners:
@@ -387,8 +409,12 @@ class StreamChannel:
         """Call `listener` on the cancelling thread once the channel is cancelled (now, if it already is).
 
         Listeners are dropped when the stream ends: cancelling has no effect any more.
+
+        Raises:
+            InvalidArgumentError: `listener` cannot be called.
         """
-        with self._condition:
+        _check_callable("listener", listener)
+        with self._lock:
             if not self._finished:
                 self._cancel_listeners.append(listener)
             cancelled = self._cancelled
@@ -401,8 +427,12 @@ class StreamChannel:
         It runs on the thread that brought it about (the engine's, but for a cancel), and here and now when a chunk is
         waiting or the stream is over; so it must neither block nor raise.  It may also find nothing to read.  With
         it one event loop or thread serves any number of streams: let it schedule a `try_pop` loop.
+
+        Raises:
+            InvalidArgumentError: `callback` cannot be called.
         """
-        with self._condition:
+        _check_callable("callback", callback)
+        with self._lock:
             if not self._finished:
                 self._listeners = (*self._listeners, callback)
             now = self._readable or self._ended
@@ -411,7 +441,7 @@ class StreamChannel:
 
     def remove_listener(self, callback: Callable[[], None]) -> None:
         """Forget `callback`; a call that is under way still arrives.  Unknown ones are ignored."""
-        with self._condition:
+        with self._lock:
             self._listeners = tuple(listener for listener in self._listeners if listener != callback)
 
     def is_finished(self) -> bool:
@@ -426,12 +456,16 @@ class StreamChannel:
 
     def is_exhausted(self) -> bool:
         """Whether the consumer will see no further chunk."""
-        with self._condition:
+        with self._lock:
             return self._ended and not self._readable
 
     def reason(self) -> FinishReason:
         """Why the stream ended; NOT_FINISHED before it did."""
         return self._reason
+
+    def _require_home_process(self) -> None:
+        if self._process_id is not None and not self._finished:
+            require_home_process(self._process_id, "read the stream in the process that asked for it")
 
     # ---- under the lock -------------------------------------------------------------------------------
 
@@ -482,22 +516,30 @@ class StreamChannel:
     def _wake_locked(self) -> Callable[[], None] | None:
         """Wake a waiting thread; returns the event loop's waker, to be called without the lock."""
         self._reader_waits = False
-        self._condition.notify_all()
+        self._waiters.wake_all()
         waker, self._waker = self._waker, None
         return waker
 
 
-def _thread_safe_waker(loop: asyncio.AbstractEventLoop, arrived: asyncio.Future[None]) -> Callable[[], None]:
+def _thread_safe_waker(
+    loop: asyncio.AbstractEventLoop, arrived: asyncio.Future[None], on_closed: Callable[[], None]
+) -> Callable[[], None]:
     def settle() -> None:
         if not arrived.done():
             arrived.set_result(None)
 
     def wake() -> None:
-        # The loop may have been closed meanwhile; then nobody waits any more.
-        with contextlib.suppress(RuntimeError):
+        try:
             loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop was closed under its reader: nobody is left
+            on_closed()
 
     return wake
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise InvalidArgumentError(f"{name} is {describe_value(value)}; pass a function that takes no arguments")
 
 
 def _call(waker: Callable[[], None] | None) -> None:

@@ -36,13 +36,13 @@ class Hand:
 
     def submit(self, asked: LLMGenerationRequest) -> RequestRecord:
         record = RequestRecord(
-            request_id=self.channel.reserve(),
+            request_id=self.channel.next_id(),
             request=asked,
             channel=asked.stream_channel,
             note_cancel=self.channel.note_cancel,
             note_stream=self.channel.note_stream,
         )
-        self.channel.post(record)
+        self.channel.accept(record)
         return record
 
     def boundary(self) -> None:

@@ -5,6 +5,8 @@ Pure Python, no torch: `_core` and its tests import this.  Lengths are in tokens
 
 from __future__ import annotations
 
+import numbers
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -105,11 +107,29 @@ class Retention:
 
     Attributes:
         priority: the class it is evicted from; shared blocks keep the highest one they were given.
-        ttl_seconds: after this time without use it goes before everything else; None keeps it by recency alone.
+        ttl_seconds: after this time without use it goes before everything else; None keeps it by recency alone.  Any
+            real number is kept as a float (the largest one where none is as large); anything else is kept as it is,
+            for admission to refuse.
     """
 
     priority: RetentionPriority = RetentionPriority.NORMAL
     ttl_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ttl_seconds", _as_float(self.ttl_seconds))
+
+
+def _as_float(value: Any) -> Any:
+    """A real number of any type (numpy's, fractions) as a float; anything else, and what raises, as it is."""
+    if type(value) is float or isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    number: Any = value
+    try:
+        return float(number)
+    except OverflowError:
+        return sys.float_info.max if number > 0 else -sys.float_info.max
+    except Exception:  # a number of somebody else's that is broken
+        return value
 
 
 class ReusePlanKind(Enum):
@@ -118,8 +138,8 @@ class ReusePlanKind(Enum):
     FULL_INPUT_REWIND = "full_input_rewind"
 
 
-class ReuseStopReason(Enum):
-    """Why matching stopped where it did (the reuse report's vocabulary)."""
+class ReuseStopReason(str, Enum):
+    """Why matching stopped where it did (the reuse report's vocabulary).  A member equals its value: "no_record"."""
 
     FULL = "full"
     NO_RECORD = "no_record"

@@ -5,7 +5,6 @@ The actor knows the channel, never the engine, so that a forgotten engine can be
 
 from __future__ import annotations
 
-import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from edgellm.engine.waiting_line import WaitingLine
 from edgellm.errors import CallerError, ContractViolation
 from edgellm.foreign import call_foreign, describe_error
 from edgellm.log import get_logger
+from edgellm.waits import Latch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +53,7 @@ class EngineActor:
     Attributes:
         started: set once the first session is open and the configuration was checked, or could not be.
         start_error: why the engine cannot run; None when it can.
+        ended: set once everything has ended; nothing but the thread itself is left.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class EngineActor:
             may_replay=self._recovery.may_replay,
         )
         self._refused_once = False
-        self.started = threading.Event()
+        self.started = Latch()
+        self.ended = Latch()
         self.start_error: BaseException | None = None
 
     # ---- observed from other threads ------------------------------------------------------------------
@@ -128,8 +130,7 @@ class EngineActor:
             _logger.exception("the engine's thread ended unexpectedly")
             raise
         finally:
-            self._final_sweep()
-            self._on_end()
+            self._end()
 
     def _loop(self) -> None:
         while True:
@@ -223,6 +224,17 @@ class EngineActor:
         return self._planner.plan(lengths, prompt_tokens=prompt_tokens)
 
     def _publish(self, outcome: Outcome) -> None:
+        """Give one request its outcome; what goes wrong with it must not keep others from theirs."""
+        error = call_foreign(self._complete, outcome)
+        if error is None:
+            return
+        record = outcome.record
+        _logger.error("publishing the outcome of request %d raised", record.id, exc_info=error)
+        if not record.outcome_published:
+            because = f"its outcome could not be published: {describe_error(error)}"
+            self._channel.terminate(record, TerminalStatus.EXECUTION_ERROR, because)
+
+    def _complete(self, outcome: Outcome) -> None:
         record, response = outcome.record, outcome.response
         if response is not None:
             now = time.perf_counter()
@@ -306,7 +318,9 @@ class EngineActor:
             self._channel.terminate(outcome.record, outcome.status, outcome.message, end_stream=False)
         self._close_session()
         for outcome in outcomes:
-            outcome.record.end_stream()
+            error = call_foreign(outcome.record.end_stream)
+            if error is not None:
+                _logger.error("ending the stream of request %d raised", outcome.record.id, exc_info=error)
 
     # ---- ending ---------------------------------------------------------------------------------------
 
@@ -317,6 +331,13 @@ class EngineActor:
         error = call_foreign(session.close)
         if error is not None:
             _logger.error("closing the session raised", exc_info=error)
+
+    def _end(self) -> None:
+        try:
+            self._final_sweep()
+            self._on_end()
+        finally:
+            self.ended.set()
 
     def _final_sweep(self) -> None:
         """End everything that is left: after this no handle waits and no stream is open.

@@ -6,19 +6,25 @@ is likewise a fact beside the queue.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from edgellm.engine.metrics import EngineMetrics
 from edgellm.engine.records import RequestRecord, TerminalStatus
 from edgellm.errors import InvalidArgumentError, SubmitError
+from edgellm.foreign import call_foreign
 from edgellm.log import get_logger
 from edgellm.session.types import RequestId
+from edgellm.waits import WaitList
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from edgellm.engine.config import EngineConfig
     from edgellm.request import LLMGenerationResponse
 
@@ -59,18 +65,20 @@ class CommandQueue:
         self.capacity = max(2, 1 << (capacity - 1).bit_length())
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()
+        self.push_anyway = self._commands.append
+        """Append past the capacity.  Not a method: no interrupt can land between the call and the append."""
 
     def push(self, command: Command) -> bool:
         """Append, or return False when full."""
         with self._lock:
-            if len(self._commands) >= self.capacity:
+            if self.is_full:
                 return False
             self._commands.append(command)
             return True
 
-    def push_anyway(self, command: Command) -> None:
-        """Append past the capacity; for the one shutdown command of an engine's life."""
-        self._commands.append(command)
+    @property
+    def is_full(self) -> bool:
+        return len(self._commands) >= self.capacity
 
     def pop(self) -> Command | None:
         """The oldest command, or None.  One thread only."""
@@ -81,10 +89,10 @@ class CommandQueue:
 
 
 class EngineChannel:
-    """Queue, admission gate, register of live records, and the reservation count.
+    """Queue, admission gate, and the register of live records, whose length is what is pending.
 
     Shared by the engine, its actor and every handle; it knows none of them.  Every accepted request leaves
-    through `terminate`, exactly once, which gives its reservation back.
+    through `terminate`, exactly once, which makes room for another.
 
     A request whose caller waits for room stands in line instead of being refused: it is accepted, and outside the
     limit until the actor takes room for it.
@@ -96,67 +104,57 @@ class EngineChannel:
         self._max_pending = config.max_pending_requests
         self._idle_wait = config.idle_wait
         # Re-entrant: the collector may end a forgotten engine while the actor is inside the gate.
-        self._gate = threading.Condition(threading.RLock())
+        self._gate = threading.RLock()
+        self._waiters = WaitList(self._gate)
         self._closed_because = ""
         self._shutdown_mode: ShutdownMode | None = None
-        self._pending = 0
         self._in_line = 0  # of those pending, without room under the limit
         self._newcomers: deque[RequestRecord] = deque()  # stand in line, and the actor does not know it yet
-        self._next_id = 1
+        self._ids = itertools.count(1)
         self._cancel_noted = False
         self._stream_noted = False
         self._records: dict[RequestId, RequestRecord] = {}
 
     # ---- submit (any thread) --------------------------------------------------------------------------
 
-    def reserve(self, *, wait: bool = False) -> RequestId:
-        """Take one unit of the pending limit, or with `wait` a place in line, and a fresh request id.
+    def next_id(self) -> RequestId:
+        """A fresh request id, larger than those before; takes no room."""
+        return RequestId(next(self._ids))
+
+    def accept(self, record: RequestRecord, *, wait: bool = False) -> None:
+        """Take one unit of the pending limit, register and queue the record; with `wait` let it stand in line instead.
+
+        Whole or not at all, wherever an interrupt lands; `record.accepted` tells, and `record.withdraw()` is the
+        remedy of whoever leaves by an exception.  Once accepted, the actor is bound to end it.
 
         Raises:
-            SubmitError: the limit is reached, or admission is closed.  Nothing was taken.
+            InvalidArgumentError: its stream channel belongs to another request.
+            SubmitError: the limit is reached, the queue is full, or admission is closed.
         """
+        record.claim_stream()
+        command = SubmitCommand(record)
         with self._gate:
             self._check_open()
-            if not wait and not self._has_room:
-                self.metrics.refused += 1
-                raise SubmitError(
-                    f"{self._pending - self._in_line} requests are pending, the limit max_pending_requests is "
-                    f"{self._max_pending}; retry when one has ended"
-                )
-            self._pending += 1
-            self._in_line += wait
-            request_id = RequestId(self._next_id)
-            self._next_id += 1
-            return request_id
-
-    def unreserve(self, *, wait: bool = False) -> None:
-        """Give a reservation back whose request was never accepted; arguments as those of `reserve`."""
-        with self._gate:
-            self._pending -= 1
-            self._in_line -= wait
-            self._gate.notify_all()
-
-    def post(self, record: RequestRecord, *, wait: bool = False) -> None:
-        """Register and queue a record, or with `wait` let it stand in line, as it was reserved.
-
-        Once this returns, the actor is bound to end it.
-
-        Raises:
-            SubmitError: the queue is full or admission is closed.  The record is not kept.
-        """
-        with self._gate:
-            self._check_open()
+            self._check_room(wait=wait)
             if wait:
-                self._newcomers.append(record)
-            elif not self.queue.push(SubmitCommand(record)):
+                self._enter(record, record, self._newcomers.append, in_line=1)
+                return
+            if self.queue.is_full:
                 self.metrics.refused += 1
                 raise SubmitError(
                     f"the command queue holds {len(self.queue)} submits, its capacity; "
                     "retry, or raise command_queue_capacity"
                 )
-            self._records[record.id] = record
-            self.metrics.submitted += 1
-            self._gate.notify_all()
+            self._enter(record, command, self.queue.push_anyway, in_line=0)
+
+    def _enter(self, record: RequestRecord, item: Any, append: Callable[[Any], None], *, in_line: int) -> None:
+        # An interrupt is taken at a call or a jump, never between plain stores: these, up to the append, are one step.
+        self._records[record.id] = record
+        self._in_line += in_line
+        self.metrics.submitted += 1
+        record.accepted = True
+        append(item)
+        self._waiters.wake_all()
 
     def cancel_record(self, request_id: RequestId) -> None:
         """Cancel a live request by id; unknown and retired ids are ignored."""
@@ -186,7 +184,7 @@ class EngineChannel:
             if self._shutdown_mode is None:
                 self._shutdown_mode = mode
                 self.queue.push_anyway(ShutdownCommand())
-            self._gate.notify_all()
+            self._waiters.wake_all()
 
     @property
     def shutdown_mode(self) -> ShutdownMode | None:
@@ -200,7 +198,15 @@ class EngineChannel:
     @property
     def pending(self) -> int:
         """Accepted requests without an outcome."""
-        return self._pending
+        return len(self._records)
+
+    def _check_room(self, *, wait: bool) -> None:
+        if not wait and not self._has_room:
+            self.metrics.refused += 1
+            raise SubmitError(
+                f"{self.pending - self._in_line} requests are pending, the limit max_pending_requests is "
+                f"{self._max_pending}; retry when one has ended"
+            )
 
     def _check_open(self) -> None:
         if self._closed_because:
@@ -212,8 +218,10 @@ class EngineChannel:
     def park(self) -> None:
         """Wait until there is something to drain, at most `idle_wait` seconds."""
         with self._gate:
-            if not (len(self.queue) or self._newcomers or (self._in_line and self._has_room)):
-                self._gate.wait(self._idle_wait)
+            idle = not (len(self.queue) or self._newcomers or (self._in_line and self._has_room))
+            bell = self._waiters.join() if idle else None
+        if bell is not None:
+            self._waiters.wait(bell, self._idle_wait)
         self.metrics.actor_wakeups += 1
 
     def drained(self) -> bool:
@@ -241,7 +249,7 @@ class EngineChannel:
 
     @property
     def _has_room(self) -> bool:
-        return self._pending - self._in_line < self._max_pending
+        return self.pending - self._in_line < self._max_pending
 
     def live_records(self) -> list[RequestRecord]:
         """Every accepted request without an outcome, in order of submission."""
@@ -277,13 +285,28 @@ class EngineChannel:
             response: the answer; of a request that did not complete, what it had generated, or None.
             end_stream: False leaves the stream to a session that is about to close and still holds text for it;
                 `record.end_stream()` must follow.
+
+        Raises nothing: what goes wrong with one request is logged.
         """
+        ending = partial(self._terminate, record, status, message, response, end_stream=end_stream)
+        error = call_foreign(ending)
+        if error is not None:  # it must not keep the others of its step from theirs
+            _logger.error("ending request %d raised", record.id, exc_info=error)
+
+    def _terminate(
+        self,
+        record: RequestRecord,
+        status: TerminalStatus,
+        message: str,
+        response: LLMGenerationResponse | None,
+        *,
+        end_stream: bool,
+    ) -> None:
         if record.outcome_published:
             _logger.error("request %d already ended as %s; a second outcome is dropped", record.id, record.status)
             return
         status = record.seal(status)
         with self._gate:
-            self._pending -= 1
             self._records.pop(record.id, None)
             if status is TerminalStatus.COMPLETED:
                 self.metrics.completed += 1

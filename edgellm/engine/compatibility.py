@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgellm.foreign import describe_value
 from edgellm.session.sampling_agreement import SEED_FIELDS, UNIFORM_SAMPLING_FIELDS, sampling_difference
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ EXEMPT_SAMPLING_FIELDS = (
 )
 """Per sequence in every decoder."""
 
+_COMPARABLE = frozenset({bool, int, str})
+"""Types whose equality is Python's own; None and the members of an `Enum` are compared by identity."""
+
 
 def compatible(resident: LLMGenerationRequest, candidate: LLMGenerationRequest, *, uniform_sampling: bool) -> bool:
     """Whether both may share steps.  Pure; symmetric.
@@ -85,12 +89,22 @@ def compatible(resident: LLMGenerationRequest, candidate: LLMGenerationRequest, 
 
 
 def first_difference(resident: LLMGenerationRequest, candidate: LLMGenerationRequest, *, uniform_sampling: bool) -> str:
-    """The first field that keeps them apart, with both values; empty when they are compatible."""
+    """The first field that keeps them apart, with both values; empty when they are compatible.
+
+    Never raises, and asks no object of a caller whether it equals another: what no admission takes differs from
+    everything but itself.
+    """
     for name in EXCLUSIVE_REQUEST_FIELDS:
         if getattr(resident, name) is not None or getattr(candidate, name) is not None:
             return f"{name}: a request that sets it shares steps with nobody"
     for name in COMPARED_REQUEST_FIELDS:
         ours, theirs = getattr(resident, name), getattr(candidate, name)
-        if ours != theirs:
-            return f"{name}: {ours!r} differs from {theirs!r}"
+        if not _equal(ours, theirs):
+            return f"{name}: {describe_value(ours)} differs from {describe_value(theirs)}"
     return sampling_difference(resident.sampling, candidate.sampling) if uniform_sampling else ""
+
+
+def _equal(ours: object, theirs: object) -> bool:
+    if ours is theirs:
+        return True
+    return type(ours) is type(theirs) and type(ours) in _COMPARABLE and ours == theirs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import os
 import threading
@@ -19,13 +18,14 @@ from edgellm.engine.prefix import prefix_key
 from edgellm.engine.records import RequestHandle, RequestRecord
 from edgellm.errors import CallerError, ContractViolation, InvalidArgumentError
 from edgellm.foreign import describe_value
+from edgellm.ownership import Uncopyable, require_home_process
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.request_check import check_priority, check_supported, check_timeout_seconds
 from edgellm.session.types import SessionOptions
 from edgellm.streaming import StreamChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import TracebackType
 
     from edgellm.engine.config import SchedulingOptions
@@ -44,7 +44,7 @@ class SessionRuntime(Protocol):
     def close(self) -> None: ...
 
 
-class RequestEngine:
+class RequestEngine(Uncopyable):
     """Feeds one runtime from many callers.
 
     The runtime is taken outright: only the actor thread touches it, from opening the first session to closing
@@ -90,7 +90,7 @@ class RequestEngine:
         self._exit_hook.thread = self._thread
         atexit.register(self._exit_hook)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _abandon, self._channel)
+        self._finalizer = weakref.finalize(self, _abandon, self._channel, self._process_id)
         self._finalizer.atexit = False
         self._actor.started.wait()
         if self._actor.start_error is not None:
@@ -116,28 +116,24 @@ class RequestEngine:
                 only the last.
             ContractViolation: this process was forked from the one the engine runs in.
         """
-        if os.getpid() != self._process_id:
-            raise ContractViolation(
-                f"the engine runs in process {self._process_id} and this is its fork {os.getpid()}, where its thread "
-                "does not exist; make a new one here, or start workers with the 'spawn' method"
-            )
+        require_home_process(self._process_id, "make a new one here, or start workers with the 'spawn' method")
         check_supported(request)
         _check_engine_fields(request)
         _check_priority_counts(request.priority, self._scheduling)
-        channel = request.stream_channel
-        with _claimed(channel):
-            request_id = self._channel.reserve(wait=wait)
-            with self._give_back_on_failure(wait=wait):
-                record = RequestRecord(
-                    request_id=request_id,
-                    request=dataclasses.replace(request),
-                    channel=channel,
-                    note_cancel=self._channel.note_cancel,
-                    note_stream=self._channel.note_stream,
-                )
-                record.prefix_key = prefix_key(request)
-                self._channel.post(record, wait=wait)
-        return RequestHandle(record)
+        record = RequestRecord(
+            request_id=self._channel.next_id(),
+            request=dataclasses.replace(request),
+            channel=request.stream_channel,
+            note_cancel=self._channel.note_cancel,
+            note_stream=self._channel.note_stream,
+        )
+        record.prefix_key = prefix_key(request)
+        try:
+            self._channel.accept(record, wait=wait)
+            return RequestHandle(record)
+        except BaseException:
+            record.withdraw()
+            raise
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel by id; unknown and retired ids are ignored."""
@@ -150,28 +146,29 @@ class RequestEngine:
         except CallerError:
             return None
 
-    @contextlib.contextmanager
-    def _give_back_on_failure(self, *, wait: bool) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._channel.unreserve(wait=wait)
-            raise
-
     # ---- ending ---------------------------------------------------------------------------------------
 
     def shutdown(self, mode: ShutdownMode = ShutdownMode.DRAIN) -> None:
         """Refuse new work, end as `mode` says, and wait for the actor.  The first caller's mode stays.
 
+        Every call waits, also after one that was interrupted.  In a fork there is nothing to end.
+
         Raises:
             ContractViolation: called on the actor thread, which cannot wait for itself.
         """
-        if threading.current_thread() is self._thread:
-            raise ContractViolation("shutdown: called on the engine's own thread; call it from another one")
+        self.require_other_thread()
+        if os.getpid() != self._process_id:
+            return
         self._channel.begin_shutdown(mode)
         self._forget_thread()
 
+    def require_other_thread(self) -> None:
+        """Raises: ContractViolation: called on the actor thread, which cannot wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise ContractViolation("shutdown: called on the engine's own thread; call it from another one")
+
     def _forget_thread(self) -> None:
+        self._actor.ended.wait()  # an interrupted join takes a thread that runs for one that has ended
         self._thread.join()
         self._finalizer.detach()
 
@@ -203,7 +200,7 @@ class RequestEngine:
 
     def running(self) -> bool:
         """Whether the actor runs; False once shut down."""
-        return self._thread.is_alive()
+        return os.getpid() == self._process_id and not self._actor.ended.is_set()
 
     def closed_because(self) -> str:
         """Why submits are refused for good (shutdown, an unhealthy device); empty while they are not."""
@@ -255,20 +252,6 @@ def _check_priority_counts(priority: int, options: SchedulingOptions) -> None:
         )
 
 
-@contextlib.contextmanager
-def _claimed(channel: StreamChannel | None) -> Iterator[None]:
-    """Take the channel that a caller brought; it stays free for another try when the submit fails."""
-    if channel is None:
-        yield
-        return
-    channel.claim()
-    try:
-        yield
-    except BaseException:
-        channel.unclaim()
-        raise
-
-
 class _ExitHook:
     """Called when the interpreter exits: ends the actor before the modules it runs on are torn down.
 
@@ -277,10 +260,13 @@ class _ExitHook:
 
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
+        self._process_id = os.getpid()
         self._exiting = False
         self.thread: threading.Thread | None = None
 
     def __call__(self) -> None:
+        if os.getpid() != self._process_id:
+            return
         self._exiting = True
         self._channel.begin_shutdown(ShutdownMode.CANCEL, "the interpreter is exiting")
         if self.thread is not None:
@@ -291,12 +277,14 @@ class _ExitHook:
             atexit.unregister(self)
 
 
-def _abandon(channel: EngineChannel) -> None:
+def _abandon(channel: EngineChannel, process_id: int) -> None:
     """An engine that nobody shut down was collected.
 
     Does not wait: the collector runs on any thread, at any point, perhaps inside a lock the actor needs.  The exit
     hook stays: a thread that still runs when the interpreter is torn down ends the process with an abort.
     """
+    if os.getpid() != process_id:
+        return
     pending = channel.pending
     channel.begin_shutdown(ShutdownMode.CANCEL)
     if pending:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from enum import Enum
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from edgellm.argument_check import wait_seconds
-from edgellm.errors import ContractViolation, RequestCancelled, RequestFailed, RequestTimedOut
-from edgellm.foreign import call_foreign
+from edgellm.errors import (
+    ContractViolation,
+    InvalidArgumentError,
+    RequestCancelled,
+    RequestFailed,
+    RequestTimedOut,
+)
+from edgellm.foreign import call_foreign, describe_value
 from edgellm.log import get_logger
+from edgellm.ownership import Uncopyable, require_home_process
 from edgellm.request import CancelToken
 from edgellm.session.types import FinishReason
 from edgellm.streaming import DEFAULT_MAX_PENDING_CHUNKS, StreamChannel, StreamChunk
+from edgellm.waits import WaitList
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +62,7 @@ class RequestRecord:
     travels beside the command queue instead of through it.
 
     Attributes:
+        accepted: the engine is bound to end it; set with the entry in the register.
         arrival: sequence number that orders equal priorities; kept across readmission.
         request: dropped with the outcome, so that a kept handle does not keep the prompt.
         channel: the stream that the caller brought, or that `open_stream` made; None while nobody streams.
@@ -70,11 +80,14 @@ class RequestRecord:
 
     __slots__ = (
         "__weakref__",
-        "_condition",
         "_done_callbacks",
+        "_lock",
         "_note_cancel",
         "_note_stream",
+        "_process_id",
         "_sealed",
+        "_waiters",
+        "accepted",
         "arrival",
         "cancel_token",
         "channel",
@@ -117,6 +130,7 @@ class RequestRecord:
         self.request: LLMGenerationRequest | None = request
         self.priority = request.priority
         self.channel = channel
+        self.accepted = False
         self.cancel_token = CancelToken()
         self.submitted_at = time.perf_counter()
         self.seated_at = 0.0
@@ -135,13 +149,13 @@ class RequestRecord:
         self.error_message = ""
         self.outcome_published = False
         # Re-entrant: the collector may cancel a dropped stream from inside a call of this record.
-        self._condition = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._waiters = WaitList(self._lock)
+        self._process_id = os.getpid()
         self._done_callbacks: list[Callable[[], None]] = []
         self._note_cancel = note_cancel
         self._note_stream = note_stream
         self._sealed = False
-        if channel is not None:
-            channel.add_cancel_listener(self._plant_cancel)
 
     @property
     def deadline(self) -> float | None:
@@ -155,7 +169,7 @@ class RequestRecord:
 
     def cancel(self) -> None:
         """Ask for the end of the request; any thread, never blocks, idempotent, no effect on an outcome."""
-        if self._sealed:
+        if self._sealed or os.getpid() != self._process_id:  # nobody in a fork ends it, and its locks may be taken
             return
         self._plant_cancel()
         if self.channel is not None:
@@ -163,7 +177,7 @@ class RequestRecord:
 
     def expire(self) -> None:
         """`cancel()` because the deadline passed; a cancel that came before keeps its name."""
-        with self._condition:
+        with self._lock:
             if self._sealed or self.cancelled:
                 return
             self.timed_out = True
@@ -174,7 +188,7 @@ class RequestRecord:
 
         Without this a waiter that a cancel released could see the request complete afterwards.
         """
-        with self._condition:
+        with self._lock:
             self._sealed = True
             if self.cancelled and status is TerminalStatus.COMPLETED:
                 return TerminalStatus.CANCELLED
@@ -188,7 +202,7 @@ class RequestRecord:
         Raises:
             ContractViolation: the outcome was published before.
         """
-        with self._condition:
+        with self._lock:
             if self.outcome_published:
                 raise ContractViolation(f"request {self.id} already ended as {self.status}; an outcome is final")
             self.status = status
@@ -201,9 +215,28 @@ class RequestRecord:
             self._sealed = True
             self.outcome_published = True
             callbacks, self._done_callbacks = self._done_callbacks, []
-            self._condition.notify_all()
+            self._waiters.wake_all()
         for callback in callbacks:
             self._call_back(callback)
+
+    def claim_stream(self) -> None:
+        """Take the channel that the caller brought, if any; cancelling it cancels this request.
+
+        Raises:
+            InvalidArgumentError: it belongs to another request.  Nothing was changed.
+        """
+        if self.channel is not None:
+            self.channel.claim(self._plant_cancel)
+
+    def withdraw(self) -> None:
+        """The submit failed or was interrupted: nobody has the handle.  Idempotent.
+
+        Cancels a request that was accepted nevertheless; of another one the channel is free for a further try.
+        """
+        if self.accepted:
+            self.cancel()
+        elif self.channel is not None:
+            self.channel.unclaim(self._plant_cancel)
 
     # ---- stream ---------------------------------------------------------------------------------------
 
@@ -211,16 +244,17 @@ class RequestRecord:
         self, *, stream_interval: int = 1, max_pending_chunks: int = DEFAULT_MAX_PENDING_CHUNKS
     ) -> StreamChannel:
         """The request's stream, made by the first call; any thread, at any time.  See `RequestHandle.stream`."""
-        with self._condition:
+        self.require_home_process()
+        with self._lock:
             if self.channel is not None:
                 return self.channel
             channel = StreamChannel.create(stream_interval=stream_interval, max_pending_chunks=max_pending_chunks)
-            channel.claim()
+            channel.claim(self._plant_cancel)
+            if self.outcome_published:
+                # Whole before anybody sees it: the engine may be about to end the stream it finds.
+                self._fill(channel)
             self.channel = channel
-            ended = self.outcome_published
-        channel.add_cancel_listener(self._plant_cancel)
-        if ended:
-            self.end_stream()
+        if channel.is_finished():
             return channel
         if self.cancelled:
             channel.cancel()
@@ -232,17 +266,22 @@ class RequestRecord:
 
         One asked for later finds the request seated, and is attached there.
         """
-        with self._condition:
+        with self._lock:
             if self.request is not None:
                 self.request.stream_channel = self.channel
 
     def end_stream(self) -> None:
-        """End the stream, if there is one, after the outcome; fill it if no session ever served it.
+        """End the stream that there was before the outcome, and fill it if no session ever served it.  Actor only.
 
-        Called once by whoever came second, the outcome or `open_stream`.
+        `open_stream` after the outcome makes one that has ended.
         """
-        channel, status = self.channel, self.status
-        if channel is None or channel.is_finished() or status is None:
+        channel = self.channel
+        if channel is not None and not channel.is_finished():
+            self._fill(channel)
+
+    def _fill(self, channel: StreamChannel) -> None:
+        status = self.status
+        if status is None:
             return
         source = self.response if self.response is not None else self.partial
         reason = _FINISH_REASON[status]
@@ -263,12 +302,17 @@ class RequestRecord:
         Returns:
             False when the time is up.
         """
-        with self._condition:
-            return self._condition.wait_for(self._released, timeout)
+        self.require_home_process()
+        return self._waiters.wait_for(self._released, timeout)
+
+    def require_home_process(self) -> None:
+        """Raises: ContractViolation: this is a fork of the engine's process, where the outcome will not arrive."""
+        if not self.outcome_published:
+            require_home_process(self._process_id, "read the answer in the process that asked for it")
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the outcome is published: on the engine's thread, or now.  What it raises is logged."""
-        with self._condition:
+        with self._lock:
             if not self.outcome_published:
                 self._done_callbacks.append(callback)
                 return
@@ -286,16 +330,17 @@ class RequestRecord:
         return self.cancelled and not (self.channel is not None and self.channel.is_finished())
 
     def _plant_cancel(self) -> None:
-        with self._condition:
-            if self._sealed or self.cancel_token.cancelled:
+        """Each step again at each call: an interrupt may have cut the one before short."""
+        with self._lock:
+            if self._sealed:
                 return
             self.cancel_token.cancel()
         self._note_cancel()
-        with self._condition:
-            self._condition.notify_all()
+        with self._lock:
+            self._waiters.wake_all()
 
 
-class RequestHandle:
+class RequestHandle(Uncopyable):
     """The caller's side of one request.  It does not keep the engine alive, and works after its end.
 
     A handle has one owner: its stream has a single consumer, so copying is refused.  Dropping it changes nothing:
@@ -323,6 +368,8 @@ class RequestHandle:
         Args:
             stream_interval, max_pending_chunks: as `StreamChannel.create`; read by the call that makes the
                 channel, not where the request brought one.
+        Raises:
+            ContractViolation: this process was forked from the one the engine runs in, where the request still runs.
         """
         return self._record.open_stream(stream_interval=stream_interval, max_pending_chunks=max_pending_chunks)
 
@@ -347,6 +394,7 @@ class RequestHandle:
         Args:
             timeout: seconds, 0 or more; None and infinity wait without limit.
         Raises:
+            ContractViolation: this process was forked from the one the engine runs in; there is no outcome yet.
             InvalidArgumentError: `timeout` is no such number; the request runs on.
             TimeoutError: the time is up; the request runs on and `get` may be called again.
             RequestCancelled: somebody cancelled the request.
@@ -365,12 +413,13 @@ class RequestHandle:
 
     async def get_async(self) -> LLMGenerationResponse:
         """`get()` for an event loop; cancelling the awaiting task cancels the request."""
+        self._record.require_home_process()
         loop = asyncio.get_running_loop()
         published: asyncio.Future[None] = loop.create_future()
         self._record.add_done_callback(_thread_safe_setter(loop, published))
         try:
             await published
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or the coroutine was closed
             self._record.cancel()
             raise
         return self._outcome()
@@ -379,7 +428,14 @@ class RequestHandle:
         """Call `callback` once the outcome is published: on the engine's thread, or now.
 
         It must not block.  What it raises is logged, and goes no further.
+
+        Raises:
+            InvalidArgumentError: `callback` cannot be called.
         """
+        if not callable(callback):
+            raise InvalidArgumentError(
+                f"callback is {describe_value(callback)}; pass a function that takes no arguments"
+            )
         self._record.add_done_callback(callback)
 
     def _outcome(self) -> LLMGenerationResponse:
@@ -391,12 +447,6 @@ class RequestHandle:
         if record.response is None:
             raise RequestCancelled(f"request {record.id} was cancelled")
         return record.response
-
-    def __copy__(self) -> NoReturn:
-        raise TypeError("a RequestHandle has one owner and cannot be copied; share the outcome instead")
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError("a RequestHandle has one owner and cannot be copied; share the outcome instead")
 
 
 def _thread_safe_setter(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[[], None]:

@@ -20,18 +20,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from edgellm.foreign import call_foreign
 from edgellm.kernels.cu.logit_edit import EditFlag, IdLists, LogitEdits
 from edgellm.kernels.cu.sample import SampleRows, SampleStatus
 from edgellm.sampling.device_staging import Staging
 from edgellm.sampling.guidance import NOTHING_ALLOWED
 from edgellm.sampling.logprobs import TokenLogprobs
-from edgellm.sampling.result import SampleResult, bad_logits, min_tokens_leaves_nothing
+from edgellm.sampling.result import SampleResult, bad_logits, min_tokens_leaves_nothing, sampling_failed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
+    from edgellm.sampling.guidance import Guide
     from edgellm.sampling.state import SamplingState
 
     Array = npt.NDArray[Any]
@@ -257,7 +259,7 @@ class _Step:
         for number, state in enumerate(states):
             if state.guide is None:
                 continue
-            words, reason = state.guide.allowed_words()
+            words, reason = _allowed_words(state.guide)
             if reason:
                 self.failures[self.edited[number]] = reason
                 continue
@@ -396,6 +398,13 @@ class _Step:
 
 _NO_IDS: Array = np.empty(0, np.int64)
 _NO_COUNTS: Array = np.empty(0, np.int32)
+
+
+def _allowed_words(guide: Guide) -> tuple[Array, str]:
+    """As `Guide.allowed_words`; what it raises is the reason, since it concerns its row alone."""
+    found: list[tuple[Array, str]] = []
+    error = call_foreign(lambda: found.append(guide.allowed_words()))
+    return found[0] if error is None else (_NO_COUNTS, sampling_failed(error))
 
 
 def _is_edited(state: SamplingState) -> bool:

@@ -6,36 +6,55 @@ belongs to one sequence and remembers how far its text is.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import threading
-from collections import OrderedDict
-from concurrent.futures import CancelledError, Future
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 
 from edgellm.errors import AdmissionError, InvalidArgumentError
+from edgellm.sampling.deep_stack import start_with_deep_stack
 from edgellm.sampling.guide_vocabulary import GuideVocabulary, read_vocabulary
 from edgellm.sampling.structured import StructuredOutput, explain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
     from llguidance import LLMatcher, LLTokenizer
 
+    from edgellm.sampling.structured import FormKey
+
 MAX_CACHED_GRAMMARS = 64
+MAX_COMPILING = 16
+"""Forms compiled at the same time; more of them wait for one of these."""
 NOTHING_ALLOWED = "the grammar allows no token that the model and the request leave"
 
 _TOO_COMPLEX = frozenset({"ParserTooComplex", "LexerTooComplex", "InternalError"})
+
+
+class _Form:
+    """One form that is compiled, or being compiled: the guide that those of its sequences are copied from."""
+
+    __slots__ = ("__weakref__", "guide")
+
+    def __init__(self, guide: Future[Guide]) -> None:
+        self.guide = guide
 
 
 class Guidance:
     """Everything about guided sequences that a runtime's requests share.
 
     Nothing is built before the first guided request: then the vocabulary is read once (a quarter of a second for 49k
-    tokens), and each distinct form is compiled once and kept, the least recently used going first.
+    tokens), and each distinct form is compiled once.  It is kept while any `StructuredOutput` that asked for it exists,
+    so that a request which waits finds it; of the others the most recently used are.
 
-    Threads: every method may be called from several threads.  The first to ask for a form compiles it, others who ask
-    for the same one wait for that; a form that takes long holds up nobody else.
+    Threads: every method may be called from several threads.  Forms are compiled on threads of their own, so that an
+    interrupt of who asks leaves nobody waiting; one that takes long holds up only who asks for it.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, *, max_cached_grammars: int = MAX_CACHED_GRAMMARS) -> None:
@@ -43,18 +62,23 @@ class Guidance:
         Args:
             tokenizer: with `token_bytes`, `encode`, `decode`, `special_token_ids` and `eos_token_ids`.
             vocab_size: width of the logits; ids beyond the tokenizer's own are never allowed.
+            max_cached_grammars: forms kept although no `StructuredOutput` asks for them any more.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_cached = max_cached_grammars
         self._lock = threading.Lock()  # of the forms; never held while one is compiled
-        self._compiled: OrderedDict[StructuredOutput, Future[Guide]] = OrderedDict()
+        self._forms: WeakValueDictionary[FormKey, _Form] = WeakValueDictionary()
+        self._recent: OrderedDict[FormKey, _Form] = OrderedDict()
+        self._held: dict[int, tuple[ref[StructuredOutput], _Form]] = {}  # by identity of the one that asked
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_compilers = 0
         self._bind_lock = threading.Lock()
         self._bound: tuple[GuideVocabulary, LLTokenizer] | None = None
 
     @property
     def num_cached_grammars(self) -> int:
-        return len(self._compiled)
+        return len(self._forms)
 
     def start(self, structured: StructuredOutput) -> Guide:
         """A guide at the beginning of a text.
@@ -63,45 +87,76 @@ class Guidance:
             AdmissionError: the form does not go with this tokenizer, or no text has it.  Nothing was changed.
         Cost: microseconds for a form that was compiled before.
         """
-        first = self._compiled_form(structured)
+        first = self.begin(structured).result()
         with self._lock:
             return first.clone()
 
     def prepare(self, structured: StructuredOutput) -> None:
-        """Compile a form now, so that `start` finds it; raises as `start`."""
-        self._compiled_form(structured)
+        """Compile a form now, so that `start` finds it while `structured` exists; raises as `start`."""
+        self.begin(structured).result()
 
-    def _compiled_form(self, structured: StructuredOutput) -> Guide:
-        """The guide that those of a form are copied from."""
+    def begin(self, structured: StructuredOutput) -> Future[Guide]:
+        """Have a form compiled, without waiting.
+
+        Returns:
+            done when `start` finds the form; its result is no one's to use, its exception is what `start` raises.
+            Cannot be cancelled.
+        """
+        key = structured.key
+        with self._lock:
+            form = self._forms.get(key)
+            if form is None:
+                # Kept only once somebody is at work on it: an interrupt in between leaves nothing that never ends.
+                form = self._forms[key] = self._submit(structured, key)
+            self._recent[key] = form
+            self._recent.move_to_end(key)
+            if len(self._recent) > self._max_cached:
+                self._recent.popitem(last=False)
+            self._hold(structured, form)
+        return form.guide
+
+    def _submit(self, structured: StructuredOutput, key: FormKey) -> _Form:
+        guide: Future[Guide] = Future()
+        guide.set_running_or_notify_cancel()
+        # A copy, since what asks for the form keeps it.
+        self._waiting.append(partial(self._fulfil, copy.copy(structured), key, guide))
+        if self._num_compilers < MAX_COMPILING:
+            try:
+                _start(threading.Thread(target=self._compile_waiting, name="edgellm-forms", daemon=True))
+            except RuntimeError as error:
+                self._waiting.pop()
+                raise AdmissionError(f"{structured.mode} cannot be compiled now ({error}); try again later") from error
+            self._num_compilers += 1
+        return _Form(guide)
+
+    def _compile_waiting(self) -> None:
+        """Compile forms until none waits."""
         while True:
             with self._lock:
-                form = self._compiled.get(structured)
-                if form is not None:
-                    self._compiled.move_to_end(structured)
-                else:
-                    mine = self._compiled[structured] = Future()
-                    if len(self._compiled) > self._max_cached:
-                        self._compiled.popitem(last=False)
-            if form is None:
-                return self._fulfil(structured, mine)
-            with contextlib.suppress(CancelledError):  # interrupted over there: begin again here
-                return form.result()
+                if not self._waiting:
+                    self._num_compilers -= 1
+                    return
+                fulfil = self._waiting.popleft()
+            fulfil()
+            del fulfil  # it keeps the guide
 
-    def _fulfil(self, structured: StructuredOutput, form: Future[Guide]) -> Guide:
+    def _hold(self, structured: StructuredOutput, form: _Form) -> None:
+        held, identity = self._held, id(structured)
+        held[identity] = ref(structured, lambda _: held.pop(identity, None)), form
+
+    def _fulfil(self, structured: StructuredOutput, key: FormKey, guide: Future[Guide]) -> None:
         """Compile a form for everybody who waits for it; one that fails is forgotten."""
         try:
             first = self._compile(structured)
         except BaseException as error:
             with self._lock:
-                if self._compiled.get(structured) is form:
-                    del self._compiled[structured]
-            if isinstance(error, Exception):
-                form.set_exception(error)
-            else:
-                form.cancel()
-            raise
-        form.set_result(first)
-        return first
+                self._forms.pop(key, None)
+                self._recent.pop(key, None)
+            if not isinstance(error, Exception):  # a panic of the engine is none, and nobody looks at this thread
+                error = AdmissionError(f"{structured.mode} makes the grammar engine fail ({error}); change it")
+            guide.set_exception(error)
+        else:
+            guide.set_result(first)
 
     def _compile(self, structured: StructuredOutput) -> Guide:
         from llguidance import LLMatcher, LLParserLimits
@@ -133,6 +188,11 @@ class Guidance:
                 ends = sorted(vocabulary.end_ids)
                 self._bound = vocabulary, LLTokenizer(vocabulary.wrapper, eos_token=ends)  # type: ignore[arg-type]
             return self._bound
+
+
+def _start(thread: threading.Thread) -> None:
+    if not start_with_deep_stack(thread):
+        thread.start()
 
 
 def _check_spelling(structured: StructuredOutput, matcher: LLMatcher, vocabulary: GuideVocabulary) -> None:

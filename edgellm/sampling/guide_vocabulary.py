@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 # Written before a text so that a tokenizer takes it for the middle of one; merges with no other character.
 _ANCHOR = "\n"
+# Of a long text without choices only the beginning is tokenised, so that a step costs the same however long it is: the
+# grammar engine writes the first token and asks again.  It may take up to four tokens back at the end of what it gets.
+_AHEAD_CHARACTERS = 256
+_AHEAD_TOKENS = 16
 # Tokens of a vocabulary whose bytes are compared with what the tokenizer decodes.
 _NUM_PROBES = 256
 
@@ -37,13 +41,23 @@ class VocabularyWrapper:
         self._missing_bytes = frozenset(range(256)).difference(*(piece for piece in self._ids if len(piece) == 1))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that the grammar leaves no choice about; their bytes are exactly the text.
+        """Tokens of a text that the grammar leaves no choice about: of its beginning, at least `_AHEAD_TOKENS`, or of
+        all of it where it is shorter.
 
         Returns:
             ids as the tokenizer itself writes the text inside a longer one, except that the name of a special token
             is spelt with ordinary ones.  Where it changes such a text, the longest tokens that fit, as far as there
             are any.
         """
+        size = _AHEAD_CHARACTERS
+        while size < len(text):
+            ids = self._spell(text[:size])
+            if len(ids) >= _AHEAD_TOKENS:
+                return ids
+            size *= 2
+        return self._spell(text)
+
+    def _spell(self, text: str) -> list[int]:
         wanted = text.encode()
         for anchor in ("", _ANCHOR):
             ids = self._without_special(self._tokenizer.encode(anchor + text, add_special_tokens=False))

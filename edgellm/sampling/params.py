@@ -28,7 +28,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set whose probability reaches top_p; in (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in prompt
+        repetition_penalty: in [0.001, 100]; divides positive and multiplies negative logits of tokens seen in prompt
             or output (Keskar et al. 2019, "CTRL").
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, or per occurrence, for tokens of
             the output.
@@ -103,7 +103,7 @@ class SamplingParams:
         check_number("temperature", self.temperature, low=0.0, high=100.0)
         check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
         check_number("min_p", self.min_p, low=0.0, high=1.0)
-        check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
+        check_number("repetition_penalty", self.repetition_penalty, low=1e-3, high=100.0)  # no logit overflows by it
         check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         if self.seed is not None:

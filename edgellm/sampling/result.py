@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from edgellm.foreign import describe_error
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -23,7 +25,7 @@ class SampleResult:
         token_ids: one id per row; `NO_TOKEN` (-1) in rows that failed.
         logprobs: per row, None where the request did not ask.
         errors: row to reason, for rows whose logits or grammar allow no choice (NaN, +inf, nothing left, a dead
-            end).  Other rows are unaffected.
+            end), or whose sampling failed.  Other rows are unaffected.
     """
 
     token_ids: list[int]
@@ -36,7 +38,13 @@ class SampleResult:
 
     def fail(self, row: int, reason: str) -> None:
         self.token_ids[row] = NO_TOKEN
+        self.logprobs[row] = None
         self.errors[row] = reason
+
+
+def sampling_failed(error: BaseException) -> str:
+    """Why a row has no token whose own parameters, counts or grammar made the sampler raise `error`."""
+    return f"sampling this sequence failed ({describe_error(error)}); change its parameters or its grammar"
 
 
 def bad_logits(largest: float) -> str:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.errors import InvalidArgumentError
+from edgellm.foreign import call_foreign
 from edgellm.sampling.filters import draw, min_p_indices, top_k_ids, top_p_indices, weights_of
 from edgellm.sampling.logprobs import TokenLogprobs
 from edgellm.sampling.penalties import apply_output_penalties, apply_repetition
-from edgellm.sampling.result import NO_TOKEN, SampleResult, bad_logits, min_tokens_leaves_nothing
+from edgellm.sampling.result import NO_TOKEN, SampleResult, bad_logits, min_tokens_leaves_nothing, sampling_failed
 from edgellm.sampling.state import SamplingState
 
 if TYPE_CHECKING:
@@ -83,7 +84,9 @@ class Sampler:
             taken = set(plain)
             others = [row for row in range(len(rows)) if row not in taken]
             for row, values in zip(others, _host_rows(logits, others), strict=True):
-                _choose_one(values, rows[row], row, result)
+                error = call_foreign(_choose_one, values, rows[row], row, result)  # a grammar is code that is not ours
+                if error is not None:
+                    result.fail(row, sampling_failed(error))
         return result
 
     def _on_device(self, device: torch.device) -> DeviceSampler:

@@ -53,9 +53,9 @@ _REMEDIES = {
     "contentEncoding": "use pattern",
     "x-guidance": "options of the grammar engine are set by the runtime",
 }
-_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SCHEMA_MAPS = ("$defs", "definitions", "patternProperties", "properties")
-_SCHEMAS = ("additionalItems", "additionalProperties", "items")
+SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+SCHEMA_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+SCHEMAS = ("additionalItems", "additionalProperties", "items")
 
 
 def check_schema(schema: object) -> None:
@@ -117,17 +117,17 @@ def _check_min_properties(place: str, node: Mapping[str, Any]) -> None:
 
 def _children(place: str, node: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """The schemas directly inside `node`, with their places; values of enum, const and default are no schemas."""
-    for keyword in _SCHEMAS:
+    for keyword in SCHEMAS:
         if keyword in node:
             child = node[keyword]
             if keyword == "items" and isinstance(child, list):
                 yield from ((f"{place}.items[{index}]", one) for index, one in enumerate(child))
             else:
                 yield f"{place}.{keyword}", child
-    for keyword in _SCHEMA_LISTS:
+    for keyword in SCHEMA_LISTS:
         for index, child in enumerate(_typed(place, node, keyword, list)):
             yield f"{place}.{keyword}[{index}]", child
-    for keyword in _SCHEMA_MAPS:
+    for keyword in SCHEMA_MAPS:
         for name, child in _typed(place, node, keyword, dict).items():
             yield f"{place}.{keyword}[{name!r}]", child
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.errors import InvalidArgumentError
+from edgellm.sampling.deep_stack import on_deep_stack
+from edgellm.sampling.form_depth import check_depth, grammar_shape, schema_depth
+from edgellm.sampling.literal_length import check_literal, regex_literal_bytes, schema_literal_bytes
 from edgellm.sampling.schema_keywords import check_schema, needs_unicode_escapes
 
 MAX_GUIDE_BYTES = 128 << 10
@@ -27,11 +30,18 @@ _REFUSED_ATTRIBUTE = re.compile(
 )
 # How the grammar engine begins a message about a place in a grammar: "at 2(4): " is line 2, column 4.
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+FormKey = tuple[str, Any]
 _MODES = ("json_schema", "json_object", "regex", "ebnf", "choice")
 
 
+class _Referable:
+    """Lets weak references be made to objects of a class with slots."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True)
-class StructuredOutput:
+class StructuredOutput(_Referable):
     """Exactly one form that the generated text is guaranteed to have.
 
     The guarantee covers text that ended by itself (`finish_reason` "stop" without a stop string): one that `max_tokens`
@@ -58,8 +68,9 @@ class StructuredOutput:
         """Check everything that can be known without a tokenizer.
 
         Raises:
-            InvalidArgumentError: no form or several, a form above `MAX_GUIDE_BYTES`, a schema with a key twice in one
-                object or a keyword that cannot be enforced, or a form that does not compile.
+            InvalidArgumentError: no form or several, a form above `MAX_GUIDE_BYTES`, nested above `MAX_FORM_DEPTH` or
+                with a literal above `MAX_LITERAL_BYTES`, a schema with a key twice in one object or a keyword that
+                cannot be enforced, or a form that does not compile.
         Cost: the grammar is compiled once: microseconds to tenths of a second for 128 KiB of schema.
         """
         if not isinstance(self.json_object, bool):
@@ -77,12 +88,19 @@ class StructuredOutput:
         for name in ("regex", "ebnf"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
+        if self.regex is not None:
+            check_literal("regex", regex_literal_bytes(self.regex))
         self._check_compiles()
 
     @property
     def mode(self) -> str:
         """Name of the field that is set."""
         return self._given()[0]
+
+    @property
+    def key(self) -> FormKey:
+        """Equal for equal forms, and keeps no `StructuredOutput` alive."""
+        return self.mode, getattr(self, self.mode)
 
     def grammar(self) -> str:
         """The form as llguidance takes it."""
@@ -132,7 +150,11 @@ class StructuredOutput:
             raise InvalidArgumentError(
                 f"{self.mode} cannot be read: {explain(str(error)) or type(error).__name__}; correct it"
             ) from error
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+        if self.ebnf is not None:
+            shape = grammar_shape(grammar)
+            check_depth(self.mode, shape.depth)
+            check_literal(self.mode, shape.literal_bytes)
+        failed, messages = on_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar))
         # Special tokens in a grammar are judged when the tokenizer is known.
         ignored = [text for text in messages if not text.startswith("no tokenizer")]
         if failed or ignored:
@@ -172,6 +194,8 @@ def _schema_text(schema: object) -> str:
     if not isinstance(plain, dict):
         raise InvalidArgumentError(f"json_schema is {text:.80}; the whole schema must be an object")
     check_schema(plain)
+    check_depth("json_schema", schema_depth(plain))
+    check_literal("json_schema", schema_literal_bytes(plain))
     return text
 
 
@@ -209,6 +233,7 @@ def _choices(choice: object) -> tuple[str, ...]:
         if not isinstance(text, str) or not text:
             raise InvalidArgumentError(f"choice contains {text!r:.80}; each choice must be non-empty text")
     _check_size("choice", "".join(texts))
+    check_literal("choice", max(len(text.encode()) for text in texts))
     return texts
 
 

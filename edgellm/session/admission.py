@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from edgellm.errors import CallerError, ContractViolation, InputTooLongError, SessionLostError
+from edgellm.errors import (
+    AdmissionError,
+    CallerError,
+    ContractViolation,
+    InputTooLongError,
+    InvalidArgumentError,
+    SessionLostError,
+)
+from edgellm.foreign import describe_value
 from edgellm.log import get_logger
+from edgellm.request import CancelToken, LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.finish import FinishRule
 from edgellm.session.frame import SessionFrame
-from edgellm.session.prompt import build_prompt
-from edgellm.session.request_check import check_request, check_supported
+from edgellm.session.prompt import TokenizedPrompt, build_prompt
+from edgellm.session.request_check import check_request, check_supported, read_foreign
 from edgellm.session.resident import Resident
 from edgellm.session.sampling_agreement import sampling_difference
 from edgellm.session.types import AdmissionResult, AdmissionStatus, RequestId, SequenceIdentity
 
-if TYPE_CHECKING:
-    from edgellm.request import CancelToken, LLMGenerationRequest
-
 _logger = get_logger(__name__)
+_T = TypeVar("_T")
+_LAST_ID = 2**64 - 1
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A request that was checked and tokenised, before anything is held for it.
+
+    Attributes:
+        budget: tokens that it may generate; 0 when there is no room, and `limit` says why.
+    """
+
+    request: LLMGenerationRequest
+    prompt: TokenizedPrompt
+    budget: int
+    limit: str
+    exclusive: bool
+    uniform: bool
 
 
 class SessionAdmission(SessionFrame):
@@ -28,34 +54,20 @@ class SessionAdmission(SessionFrame):
         self, request: LLMGenerationRequest, request_id: RequestId, cancel_token: CancelToken | None = None
     ) -> AdmissionResult:
         with self._drive("admit"):
+            _check_arguments(request, request_id, cancel_token)
             exclusive = self.requires_exclusive_admission(request)
             self._check_call_order(request_id, exclusive)
-            check_supported(request)
-            self._check_decoder(request)
-            uniform = self.requires_uniform_sampling(request)
-            self._check_uniform(request, uniform)
-            check_request(request, vocab_size=self._geometry.vocab_size)
-            prompt = build_prompt(request, self._tokenizer, vocab_size=self._geometry.vocab_size)
-            budget, limit = self._generate_budget(request, len(prompt))
-            if budget <= 0:
-                return AdmissionResult(AdmissionStatus.REJECTED, reason=limit, prompt_length=len(prompt))
+            candidate = _read_request(lambda: self._examine(request, exclusive))
+            if candidate.budget <= 0:
+                return AdmissionResult(
+                    AdmissionStatus.REJECTED, reason=candidate.limit, prompt_length=len(candidate.prompt)
+                )
             ref = self._slots.acquire() if len(self._order) < self._geometry.max_batch_size else None
             if ref is None:
                 return AdmissionResult(AdmissionStatus.NO_CAPACITY, reason="every slot is taken; retry later")
             try:
-                resident = Resident(
-                    identity=SequenceIdentity(request_id, ref),
-                    request=request,
-                    prompt=prompt,
-                    rule=FinishRule.of(
-                        request.sampling, eos_token_ids=self._tokenizer.eos_token_ids, max_new_tokens=budget
-                    ),
-                    cancel_token=cancel_token,
-                    text=self._make_text(request, request.stream_channel),
-                    exclusive=exclusive,
-                    uniform=uniform,
-                )
-                resident.sampling = self._make_sampling(request, prompt.token_ids)
+                identity = SequenceIdentity(request_id, ref)
+                resident = _read_request(lambda: self._make_resident(candidate, identity, cancel_token))
                 return self._reserve_and_seat(resident)
             except Exception:
                 raise
@@ -66,10 +78,39 @@ class SessionAdmission(SessionFrame):
                 if self._seats[ref.slot] is None:
                     self._slots.release(ref)
 
+    def _examine(self, request: LLMGenerationRequest, exclusive: bool) -> _Candidate:
+        """Stages A1 to A4; pure but for the tokenizer."""
+        check_supported(request)
+        self._check_decoder(request)
+        uniform = self.requires_uniform_sampling(request)
+        self._check_uniform(request, uniform)
+        check_request(request, vocab_size=self._geometry.vocab_size)
+        prompt = build_prompt(request, self._tokenizer, vocab_size=self._geometry.vocab_size)
+        budget, limit = self._generate_budget(request, len(prompt))
+        return _Candidate(request, prompt, budget, limit, exclusive, uniform)
+
+    def _make_resident(
+        self, candidate: _Candidate, identity: SequenceIdentity, cancel_token: CancelToken | None
+    ) -> Resident:
+        """What the session will keep for the sequence; nothing is leased yet."""
+        request, prompt = candidate.request, candidate.prompt
+        resident = Resident(
+            identity=identity,
+            request=request,
+            prompt=prompt,
+            rule=FinishRule.of(
+                request.sampling, eos_token_ids=self._tokenizer.eos_token_ids, max_new_tokens=candidate.budget
+            ),
+            cancel_token=cancel_token,
+            text=self._make_text(request, request.stream_channel),
+            exclusive=candidate.exclusive,
+            uniform=candidate.uniform,
+        )
+        resident.sampling = self._make_sampling(request, prompt.token_ids)
+        return resident
+
     def _check_call_order(self, request_id: RequestId, exclusive: bool) -> None:
         """Stage A0."""
-        if request_id <= 0:
-            raise ContractViolation(f"admit: request id is {request_id}; ids start at 1 and are never reused")
         for resident in self._order:
             if resident.request_id == request_id:
                 raise ContractViolation(f"admit: request {request_id} is resident already, as {resident.ref}")
@@ -193,3 +234,24 @@ class SessionAdmission(SessionFrame):
         except Exception as error:
             self._lose(f"rolling back the admission of request {resident.request_id} failed: {error}")
             raise SessionLostError(self._state_reason) from error
+
+
+def _check_arguments(request: object, request_id: object, cancel_token: object) -> None:
+    """Types and ranges of what `admit` is called with; a wrong one would harm the residents later."""
+    if not isinstance(request, LLMGenerationRequest):
+        raise ContractViolation(f"admit: request is {describe_value(request)}; pass an LLMGenerationRequest")
+    if isinstance(request_id, bool) or not isinstance(request_id, int) or not 0 < request_id <= _LAST_ID:
+        raise ContractViolation(
+            f"admit: request id is {describe_value(request_id)}; ids are integers of 64 bits that start at 1 and are "
+            "never reused"
+        )
+    if cancel_token is not None and not isinstance(cancel_token, CancelToken):
+        raise ContractViolation(f"admit: cancel_token is {describe_value(cancel_token)}; pass a CancelToken, or None")
+
+
+def _read_request(read: Callable[[], _T]) -> _T:
+    """`read_foreign` for a session, whose refusals of a malformed request are all of one kind."""
+    try:
+        return read_foreign(read)
+    except InvalidArgumentError as error:
+        raise AdmissionError(str(error)) from error

@@ -18,7 +18,7 @@ from edgellm.session._step_plan import StepDeltas, StepPlan, report
 from edgellm.session.admission import SessionAdmission
 from edgellm.session.channels import emit_chunk
 from edgellm.session.frame import NO_STEP, OneTokenOutcomes, RowOutcome, SessionState, Step
-from edgellm.session.plan_check import PlanLimits, StepShape, check_plan
+from edgellm.session.plan_check import PlanLimits, StepShape, as_step_plan, check_plan
 from edgellm.session.resident import Resident
 from edgellm.session.types import (
     FinishReason,
@@ -39,10 +39,11 @@ class SessionCore(SessionAdmission):
 
     def execute(self, plan: Sequence[ScheduledSequenceDescriptor]) -> StepResult:
         with self._drive("execute"):
-            shape = check_plan(plan, seats=self._seats, order=self._order, limits=self._limits())
+            steps = plan if type(plan) is StepPlan else as_step_plan(plan)
+            shape = check_plan(steps, seats=self._seats, order=self._order, limits=self._limits())
             completed = False
             try:
-                result = self._execute_checked(plan if type(plan) is StepPlan else StepPlan(plan), shape)
+                result = self._execute_checked(steps, shape)
                 completed = True
                 return result
             finally:

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from edgellm.errors import ContractViolation, InvariantError
+from edgellm.foreign import describe_value
 from edgellm.log import get_logger
 from edgellm.session._ledger import still_running
 from edgellm.session._slots import ResidentSlotPool
@@ -34,6 +35,7 @@ from edgellm.session.types import (
     SessionCapabilities,
     StepId,
 )
+from edgellm.streaming import StreamChannel
 from edgellm.tokenization.detokenizer import IncrementalDetokenizer
 from edgellm.tokenization.stop_strings import StopStringMatcher
 
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
     from edgellm.sampling.logprobs import TokenLogprobs
     from edgellm.sampling.state import SamplingState
-    from edgellm.streaming import StreamChannel
 
 _logger = get_logger(__name__)
 NO_STEP = StepId(0)
@@ -245,6 +246,8 @@ class SessionFrame(RuntimeSession):
 
     def copy_residents(self, out: list[ResidentRef]) -> None:
         self._check_thread("copy_residents")
+        if not isinstance(out, list):
+            raise ContractViolation(f"copy_residents: out is {describe_value(out)}; pass a list")
         out[:] = [resident.ref for resident in self._order]
 
     def idle(self) -> bool:
@@ -283,6 +286,8 @@ class SessionFrame(RuntimeSession):
         if self._driving or self._state is SessionState.CLOSED:
             where = f"inside {self._driving}" if self._driving else "closed"
             raise ContractViolation(f"attach_stream: the session is {where}; attach between two steps")
+        if not isinstance(channel, StreamChannel):
+            raise ContractViolation(f"attach_stream: channel is {describe_value(channel)}; pass StreamChannel.create()")
         resident = self._live(ref, "attach_stream")
         if resident.channel is not None or resident.released:
             raise ContractViolation(f"attach_stream: request {resident.request_id} has a stream, or was released")
@@ -290,6 +295,8 @@ class SessionFrame(RuntimeSession):
         return True
 
     def _live(self, ref: ResidentRef, call: str) -> Resident:
+        if not (isinstance(ref, ResidentRef) and isinstance(ref.slot, int) and isinstance(ref.epoch, int)):
+            raise ContractViolation(f"{call}: ref is {describe_value(ref)}; pass the ResidentRef of an admission")
         resident = self._seats[ref.slot] if 0 <= ref.slot < len(self._seats) else None
         if resident is None or resident.ref != ref:
             raise ContractViolation(f"{call}: {ref} is not a live resident")

@@ -15,10 +15,11 @@ from enum import Enum
 from typing import Protocol
 
 from edgellm.errors import ContractViolation
+from edgellm.foreign import call_foreign, describe_error, describe_value
 from edgellm.session._ledger import LengthRow
 from edgellm.session._plan_check import COMPACT, FULL_COHORT_DECODE, LOOK_CLOSER, WHOLE_PROMPT, quick_shape
 from edgellm.session._step_plan import StepPlan
-from edgellm.session.types import ResidentRef, ScheduledSequenceDescriptor, SequenceWork
+from edgellm.session.types import ResidentRef, ScheduledSequenceDescriptor, SequenceIdentity, SequenceWork
 
 _INT32_MAX = 2**31 - 1
 
@@ -72,6 +73,62 @@ _SHAPE_OF_CODE = {
 }
 
 
+def as_step_plan(plan: object) -> StepPlan:
+    """A list of descriptors in packed form.
+
+    Raises:
+        ContractViolation: no sequence of descriptors, or a field of a wrong type or too large for a plan.
+    """
+    if not isinstance(plan, Sequence):
+        raise ContractViolation(
+            f"plan type: the plan is {describe_value(plan)}; pass a list of ScheduledSequenceDescriptor"
+        )
+    entries: list[ScheduledSequenceDescriptor] = []
+    error = call_foreign(lambda: entries.extend(plan))
+    if error is not None:
+        raise ContractViolation(f"plan type: the plan cannot be read ({describe_error(error)})") from error
+    for index, entry in enumerate(entries):
+        if not _has_exact_types(entry):
+            raise ContractViolation(f"plan type: plan[{index}] {_wrong_type(entry)}")
+    return StepPlan(entries)
+
+
+def _has_exact_types(entry: ScheduledSequenceDescriptor) -> bool:
+    if type(entry) is not ScheduledSequenceDescriptor or type(entry.identity) is not SequenceIdentity:
+        return False
+    identity = entry.identity
+    return (
+        type(entry.work) is SequenceWork
+        and type(entry.query_length) is type(entry.past_length) is type(identity.request_id) is int
+        and type(entry.select_last_token_logits) is bool
+        and type(identity.resident) is ResidentRef
+        and type(identity.resident.slot) is type(identity.resident.epoch) is int
+    )
+
+
+def _wrong_type(entry: object) -> str:
+    """The first part of a descriptor that has a wrong type, for a message."""
+    if type(entry) is not ScheduledSequenceDescriptor:
+        return f"is {describe_value(entry)}; it must be a ScheduledSequenceDescriptor"
+    if type(entry.identity) is not SequenceIdentity:
+        return f"has identity {describe_value(entry.identity)}; it must be a SequenceIdentity"
+    identity, ref = entry.identity, entry.identity.resident
+    if type(ref) is not ResidentRef:
+        return f"has resident {describe_value(ref)}; it must be a ResidentRef"
+    for name, value, kind in (
+        ("work", entry.work, SequenceWork),
+        ("query_length", entry.query_length, int),
+        ("past_length", entry.past_length, int),
+        ("select_last_token_logits", entry.select_last_token_logits, bool),
+        ("request_id", identity.request_id, int),
+        ("slot", ref.slot, int),
+        ("epoch", ref.epoch, int),
+    ):
+        if type(value) is not kind:
+            return f"has {name} {describe_value(value)}; its type must be {kind.__name__}"
+    return ""
+
+
 def check_plan(
     plan: Sequence[ScheduledSequenceDescriptor],
     *,
@@ -88,7 +145,9 @@ def check_plan(
     Raises:
         ContractViolation: the first broken rule, with identity and both values.
     """
-    if isinstance(plan, StepPlan) and isinstance(seats, list) and isinstance(order, list) and _has_rows(order):
+    if type(plan) is not StepPlan:
+        plan = as_step_plan(plan)
+    if isinstance(seats, list) and isinstance(order, list) and _has_rows(order):
         code = quick_shape(
             plan,
             seats,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgellm.errors import AdmissionError
+from edgellm.foreign import describe_error, describe_value
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -40,7 +41,8 @@ def build_prompt(request: LLMGenerationRequest, tokenizer: Any, *, vocab_size: i
     Raises:
         AdmissionError: empty prompt, an id out of range, or the tokenizer or template failed.
     """
-    boundaries, tail = request.checkpoint_boundaries, request.replay_tail_length
+    boundaries: Any = request.checkpoint_boundaries
+    tail: Any = request.replay_tail_length
     ids: Any = request.prompt_token_ids
     if request.messages is not None:
         chat = _guarded("chat template", lambda: _encode_chat(request, tokenizer))
@@ -48,7 +50,8 @@ def build_prompt(request: LLMGenerationRequest, tokenizer: Any, *, vocab_size: i
     elif ids is None:
         ids = _guarded("tokenizer", lambda: tokenizer.encode(request.prompt))
     token_ids = _checked_ids(ids, vocab_size)
-    return TokenizedPrompt(token_ids, tuple(b for b in boundaries if 0 < b <= len(token_ids)), tail)
+    inside = tuple(int(length) for length in boundaries if 0 < length <= len(token_ids))
+    return TokenizedPrompt(token_ids, inside, int(tail))
 
 
 def _checked_ids(ids: Any, vocab_size: int) -> npt.NDArray[np.int32]:
@@ -97,7 +100,7 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
 def _as_integers(ids: Any) -> npt.NDArray[Any]:
     """(n,) array of an integer type, or of Python ints where one exceeds 64 bits."""
     if hasattr(ids, "__array__"):  # numpy's own, and tensors
-        ids = np.asarray(ids)
+        ids = _array_of(ids)
         if ids.ndim != 1:
             raise AdmissionError(f"prompt_token_ids has {ids.ndim} dimensions; pass one flat list of integers")
     elif isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
@@ -106,13 +109,24 @@ def _as_integers(ids: Any) -> npt.NDArray[Any]:
         return np.zeros(0, dtype=np.int64)
     try:
         array = np.asarray(ids)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:
         array = np.empty(0, dtype=object)  # ragged, or of no type that numpy knows: looked at one by one
     if array.ndim != 1 or array.dtype.kind not in "iu":
         _refuse_odd_entry(ids)
         # Integers, some of them beyond 64 bits: kept as they are, for the message that refuses them.
         return np.array([int(entry) for entry in ids], dtype=object)
     return array
+
+
+def _array_of(ids: Any) -> npt.NDArray[Any]:
+    """The values of an array-like object of any library; not every tensor has them where numpy can read them."""
+    try:
+        return np.asarray(ids)
+    except Exception as error:
+        raise AdmissionError(
+            f"prompt_token_ids is a {type(ids).__name__} whose values cannot be read ({describe_error(error)}); pass a "
+            "list of integers, or a dense tensor of integers in host memory"
+        ) from error
 
 
 def _refuse_odd_entry(ids: Sequence[Any]) -> None:
@@ -124,4 +138,4 @@ def _refuse_odd_entry(ids: Sequence[Any]) -> None:
             )
         if isinstance(entry, (bool, np.bool_)) or not isinstance(entry, (int, np.integer)):
             shown = entry.item() if isinstance(entry, np.generic) else entry
-            raise AdmissionError(f"prompt_token_ids[{position}] is {shown!r}; a token id is an integer")
+            raise AdmissionError(f"prompt_token_ids[{position}] is {describe_value(shown)}; a token id is an integer")

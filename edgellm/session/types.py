@@ -32,7 +32,9 @@ class SequenceWork(Enum):
     DECODE = "decode"
 
 
-class FinishReason(Enum):
+class FinishReason(str, Enum):
+    """How a sequence ended.  A member equals its value: "length"."""
+
     NOT_FINISHED = "not_finished"
     END_ID = "end_id"
     LENGTH = "length"

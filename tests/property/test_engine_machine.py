@@ -93,11 +93,7 @@ class EngineMachine(RuleBasedStateMachine):
             stream_channel=StreamChannel.create() if streamed else None,
             timeout_seconds=FAR if timed else None,
         )
-        try:
-            request_id = self.channel.reserve()
-        except SubmitError:
-            assert self.channel.pending == 8
-            return
+        request_id = self.channel.next_id()
         record = RequestRecord(
             request_id=request_id,
             request=request,
@@ -106,10 +102,10 @@ class EngineMachine(RuleBasedStateMachine):
             note_stream=self.channel.note_stream,
         )
         try:
-            self.channel.post(record)
+            self.channel.accept(record)
         except SubmitError:
-            self.channel.unreserve()
-            assert len(self.channel.queue) == 4
+            assert not record.accepted
+            assert self.channel.pending == 8 or len(self.channel.queue) == 4
             return
         self.records.append(record)
         self.requests[request_id] = request

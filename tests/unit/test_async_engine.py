@@ -23,6 +23,8 @@ from edgellm.errors import (
     RequestTimedOut,
     SubmitError,
 )
+from edgellm.sampling.guidance import Guidance, Guide
+from edgellm.sampling.structured import StructuredOutput
 from edgellm.testing.recount import recount
 from edgellm.testing.toy import toy_generate
 from edgellm.testing.toy_tokenizer import ToyTokenizer
@@ -304,6 +306,50 @@ def test_a_stream_cancelled_before_it_starts_yields_nothing() -> None:
         assert [piece async for piece in stream] == []
         with pytest.raises(RequestCancelled):
             await stream.output()
+
+    run(test)
+
+
+# ---- structured output ----------------------------------------------------------------------------------
+
+
+def test_a_form_that_takes_long_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    compile_form = Guidance._compile
+
+    def compile_slowly(guidance: Guidance, structured: StructuredOutput) -> Guide:
+        if structured.regex == "b":
+            begun.set()
+            assert go.wait(60)
+        return compile_form(guidance, structured)
+
+    monkeypatch.setattr(Guidance, "_compile", compile_slowly)
+
+    async def test(engine: AsyncEngine, executor: HeldExecutor) -> None:
+        slow = SamplingParams(max_tokens=4, temperature=0.0, structured=StructuredOutput(regex="b"))
+        fast = SamplingParams(max_tokens=4, temperature=0.0, structured=StructuredOutput(regex="c"))
+        guided = [asyncio.create_task(engine.generate(PROMPT, slow)) for _ in range(3)]
+        try:
+            assert await asyncio.to_thread(begun.wait, 60)
+            assert (await asyncio.wait_for(engine.generate(PROMPT, GREEDY), 60)).token_ids == ANSWER
+            assert "".join([piece async for piece in engine.stream(PROMPT, GREEDY)]) == decode(ANSWER)
+            assert (await asyncio.wait_for(engine.generate(PROMPT, fast), 60)).text == "c"
+            guided[0].cancel()  # the others still get theirs
+            assert not any(task.done() for task in guided[1:])
+        finally:
+            go.set()
+        assert [output.text for output in await asyncio.gather(*guided[1:])] == ["b", "b"]
+
+    run(test)
+
+
+def test_a_form_that_the_model_cannot_follow_is_refused_and_others_go_on() -> None:
+    async def test(engine: AsyncEngine, executor: HeldExecutor) -> None:
+        nothing = SamplingParams(max_tokens=4, structured=StructuredOutput(ebnf="start: A\nA: /b/ & /c/"))
+        for _ in range(2):
+            with pytest.raises(AdmissionError, match="ebnf: no text has this form"):
+                await engine.generate(PROMPT, nothing)
+        assert (await engine.generate(PROMPT, GREEDY)).token_ids == ANSWER
 
     run(test)
 

@@ -61,7 +61,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def main_waits() -> bool:
-    """Whether the main thread is inside `get` or `wait_pop` and blocked on a lock, not merely about to be."""
+    """Whether the main thread is blocked on a lock in `get`, `wait_pop` or `shutdown`, not merely about to be."""
     frame = sys._current_frames()[threading.main_thread().ident]
     if "acquire(" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
         return False
@@ -69,7 +69,7 @@ def main_waits() -> bool:
     while frame is not None:
         names.append(frame.f_code.co_name)
         frame = frame.f_back
-    return names[0] == "wait" and ("get" in names or "wait_pop" in names)
+    return names[0] == "wait" and bool({"get", "wait_pop", "shutdown"} & set(names))
 
 
 def interrupt_main_when(condition: Callable[[], bool]) -> threading.Thread:
@@ -399,3 +399,24 @@ def test_a_cancel_stays_a_cancel_when_the_callback_raises_too(scripted, gate: Ga
     ready.set()
     with pytest.raises(RequestCancelled):
         handle.get(WAIT)
+
+
+def test_a_close_that_was_interrupted_waits_the_next_time(llm: LLM, parts: Parts) -> None:
+    engine = llm._engine
+    standing = hold_after(parts, 5)
+    stream = llm.stream(PROMPT, LONG)
+    until(standing)
+    presser = interrupt_main_when(standing)
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    presser.join()
+    assert engine.running()
+    again = threading.Thread(target=llm.close)
+    again.start()
+    again.join(0.1)
+    assert again.is_alive()
+    executor_of(parts).gate.set()
+    again.join(WAIT)
+    assert not again.is_alive()
+    assert not engine.running()
+    del stream

@@ -26,7 +26,7 @@ def make_channel(**config: int) -> EngineChannel:
 
 def make_record(channel: EngineChannel, request_id: int | None = None) -> RequestRecord:
     return RequestRecord(
-        request_id=channel.reserve() if request_id is None else request_id,
+        request_id=channel.next_id() if request_id is None else request_id,
         request=LLMGenerationRequest(prompt="p"),
         channel=StreamChannel.create(),
         note_cancel=channel.note_cancel,
@@ -80,7 +80,7 @@ def test_queue_is_fifo_per_producer():
 def test_shutdown_command_bypasses_a_full_queue():
     channel = make_channel(command_queue_capacity=2)
     for _ in range(2):
-        channel.post(make_record(channel))
+        channel.accept(make_record(channel))
     channel.begin_shutdown(ShutdownMode.DRAIN)
     commands = [channel.queue.pop() for _ in range(3)]
     assert isinstance(commands[2], ShutdownCommand)
@@ -89,11 +89,10 @@ def test_shutdown_command_bypasses_a_full_queue():
 def test_behaviour_2_full_queue_refuses_the_post_and_forgets_the_record():
     channel = make_channel(command_queue_capacity=2)
     for _ in range(2):
-        channel.post(make_record(channel))
+        channel.accept(make_record(channel))
     record = make_record(channel)
     with pytest.raises(SubmitError, match="command queue"):
-        channel.post(record)
-    channel.unreserve()
+        channel.accept(record)
     assert channel.pending == 2
     assert channel.metrics.submitted == 2
     assert channel.metrics.refused == 1
@@ -104,18 +103,17 @@ def test_behaviour_2_full_queue_refuses_the_post_and_forgets_the_record():
 def test_behaviour_3_the_pending_limit_counts_beyond_the_queue():
     channel = make_channel(max_pending_requests=3)
     for _ in range(3):
-        channel.post(make_record(channel))
+        channel.accept(make_record(channel))
         channel.queue.pop()
     with pytest.raises(SubmitError, match="max_pending_requests is 3"):
-        channel.reserve()
+        channel.accept(make_record(channel))
     assert channel.pending == 3
 
 
 def test_request_ids_start_at_1_and_increase():
     channel = make_channel()
-    assert [channel.reserve() for _ in range(3)] == [1, 2, 3]
-    channel.unreserve()
-    assert channel.reserve() == 4
+    assert [channel.next_id() for _ in range(4)] == [1, 2, 3, 4]
+    assert channel.pending == 0
 
 
 def test_the_first_shutdown_mode_wins_and_closes_the_gate():
@@ -126,17 +124,15 @@ def test_the_first_shutdown_mode_wins_and_closes_the_gate():
     assert channel.shutdown_mode is ShutdownMode.DRAIN
     assert len(channel.queue) == 1
     with pytest.raises(SubmitError, match="shutting down"):
-        channel.reserve()
-    with pytest.raises(SubmitError, match="shutting down"):
-        channel.post(record)
-    assert channel.metrics.refused == 2
+        channel.accept(record)
+    assert channel.metrics.refused == 1
 
 
 def test_behaviour_7_cancel_with_a_full_queue_still_works():
     channel = make_channel(command_queue_capacity=2)
     records = [make_record(channel) for _ in range(2)]
     for record in records:
-        channel.post(record)
+        channel.accept(record)
     channel.cancel_record(records[1].id)
     assert [record.cancelled for record in records] == [False, True]
     assert records[1].channel.is_cancelled()
@@ -147,8 +143,8 @@ def test_behaviour_7_cancel_with_a_full_queue_still_works():
 def test_behaviour_8_late_cancel_of_a_retired_id_touches_nobody():
     channel = make_channel()
     old, new = make_record(channel), make_record(channel)
-    channel.post(old)
-    channel.post(new)
+    channel.accept(old)
+    channel.accept(new)
     channel.terminate(old, TerminalStatus.COMPLETED, response=response())
     channel.cancel_record(old.id)
     old.cancel()
@@ -161,6 +157,7 @@ def test_behaviour_8_late_cancel_of_a_retired_id_touches_nobody():
 def test_cancelling_the_stream_plants_the_flag_on_the_record():
     channel = make_channel()
     record = make_record(channel)
+    channel.accept(record)
     record.channel.cancel()
     assert record.cancelled
     assert record.cancel_token.cancelled
@@ -170,7 +167,7 @@ def test_cancelling_the_stream_plants_the_flag_on_the_record():
 def test_terminate_publishes_once_gives_the_reservation_back_and_ends_the_stream():
     channel = make_channel()
     record = make_record(channel)
-    channel.post(record)
+    channel.accept(record)
     channel.terminate(record, TerminalStatus.EXECUTION_ERROR, "broken")
     channel.terminate(record, TerminalStatus.CANCELLED)
     assert channel.pending == 0
@@ -185,7 +182,7 @@ def test_terminate_publishes_once_gives_the_reservation_back_and_ends_the_stream
 def test_behaviour_10_error_outcome_survives_a_later_cancel_of_the_stream():
     channel = make_channel()
     record = make_record(channel)
-    channel.post(record)
+    channel.accept(record)
     channel.terminate(record, TerminalStatus.EXECUTION_ERROR, "the device caught fire")
     record.channel.cancel()
     with pytest.raises(RequestFailed, match="the device caught fire"):
@@ -197,7 +194,7 @@ def test_outcome_is_published_before_the_stream_ends():
     record = make_record(channel)
     seen = []
     record.add_done_callback(lambda: seen.append(record.channel.is_finished()))
-    channel.post(record)
+    channel.accept(record)
     channel.terminate(record, TerminalStatus.CANCELLED)
     assert seen == [False]
     assert record.channel.reason() is FinishReason.CANCELLED
@@ -209,7 +206,7 @@ def test_a_raising_done_callback_hinders_nobody():
     seen = []
     record.add_done_callback(lambda: 1 // 0)
     record.add_done_callback(lambda: seen.append("second"))
-    channel.post(record)
+    channel.accept(record)
     channel.terminate(record, TerminalStatus.COMPLETED, response=response())
     record.add_done_callback(lambda: seen.append("late"))
     assert seen == ["second", "late"]
@@ -231,7 +228,7 @@ def test_get_of_a_cancelled_request_does_not_wait_for_the_outcome():
 def test_get_after_a_finished_stream_waits_for_the_outcome():
     channel = make_channel()
     record = make_record(channel)
-    channel.post(record)
+    channel.accept(record)
     record.channel.finish(FinishReason.END_ID)
     handle = RequestHandle(record)
     with pytest.raises(TimeoutError):
@@ -243,7 +240,7 @@ def test_get_after_a_finished_stream_waits_for_the_outcome():
 def test_cancel_after_the_stream_ended_still_waits_for_the_outcome():
     channel = make_channel()
     record = make_record(channel)
-    channel.post(record)
+    channel.accept(record)
     record.channel.finish(FinishReason.ERROR)
     handle = RequestHandle(record)
     handle.cancel()
@@ -270,10 +267,10 @@ def test_interrupt_in_get_cancels_the_request(monkeypatch):
 
 def test_park_returns_at_once_with_a_command_and_wakes_on_one():
     channel = EngineChannel(EngineConfig(idle_wait=30.0), EngineMetrics())
-    channel.post(make_record(channel))
+    channel.accept(make_record(channel))
     channel.park()
     channel.queue.pop()
-    threading.Timer(0.02, lambda: channel.post(make_record(channel))).start()
+    threading.Timer(0.02, lambda: channel.accept(make_record(channel))).start()
     channel.park()
     assert channel.metrics.actor_wakeups == 2
     assert len(channel.queue) == 1

@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+from hostile_values import BadText, BadValue
 
 from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPolicy, Retention
 from edgellm.engine import compatibility as c
@@ -119,3 +121,15 @@ def test_a_token_callback_shares_with_nobody_not_even_an_equal_one():
 
 def test_equal_requests_are_compatible():
     assert c.first_difference(request(), request(), uniform_sampling=True) == ""
+
+
+@pytest.mark.parametrize("name", c.COMPARED_REQUEST_FIELDS)
+@pytest.mark.parametrize(
+    "value", [np.array([1, 2]), BadValue(), BadText("x"), np.int64(1)], ids=lambda value: type(value).__name__
+)
+def test_foreign_values_are_neither_compared_nor_shown_by_themselves(name, value):
+    """They differ from everything but themselves, and nothing they raise gets out."""
+    left, right = request(), request(**{name: value})
+    for pair in ((left, right), (right, left)):
+        assert c.first_difference(*pair, uniform_sampling=True).startswith(f"{name}: ")
+    assert c.compatible(right, right, uniform_sampling=True)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
 import pytest
 from coordinator_rig import HEADROOM, OK, VOCAB, Rig
 
 from edgellm._core.block_hash import TokenChain
+from edgellm.cache.acquire import expiry_of
 from edgellm.cache.types import (
     ContextCacheCommitPolicy,
     ContextCacheLookupPolicy,
@@ -113,6 +120,37 @@ def test_nonsense_retention_is_refused(retention):
     with pytest.raises(InvalidArgumentError):
         rig.begin(rig.admission(prompt(3), 0, retention=retention))
     assert rig.coordinator.active_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (np.float16(60), 60.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (7, 7.0),
+        (Fraction(1, 4), 0.25),
+        (10**400, sys.float_info.max),
+        (Fraction(-(10**400)), -sys.float_info.max),
+        (2.5, 2.5),
+    ],
+)
+def test_a_time_to_live_is_kept_as_a_float(given, kept):
+    retention = Retention(ttl_seconds=given)
+    assert type(retention.ttl_seconds) is float
+    assert retention.ttl_seconds == kept
+    assert retention == replace(retention) == Retention(ttl_seconds=kept)
+
+
+@pytest.mark.parametrize("given", [None, True, "60", [60], Decimal(60), np.array([1.0, 2.0])])
+def test_what_is_no_number_stays_for_admission_to_refuse(given):
+    assert Retention(ttl_seconds=given).ttl_seconds is given
+
+
+@pytest.mark.parametrize("ttl", [np.float16(60), np.float16(6e4), 10**400, 1e308, 5e-324])
+def test_any_time_to_live_gives_an_expiry_of_64_bits(ttl):
+    rig = Rig()
+    assert 0 < expiry_of(rig.coordinator, Retention(ttl_seconds=ttl)) < 2**63
 
 
 @pytest.mark.parametrize("fields", [{"checkpoint_boundaries": [4]}, {"checkpoint_boundaries": [0]}])

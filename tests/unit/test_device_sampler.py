@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,6 +143,19 @@ class TestGuidedRows:
         assert result.token_ids == [NO_TOKEN, 9]
         assert result.errors[0].startswith("the text left the grammar (")
         assert_same(logits, [guided, plain])
+
+    def test_a_grammar_that_raises_ends_its_row_alone(self):
+        def fail() -> None:
+            raise IndexError("out of range")
+
+        guided = SamplingState(SamplingParams(structured=FORMS[0]), [1], VOCAB, [1], guide=GUIDANCE.start(FORMS[0]))
+        guided.guide = SimpleNamespace(allowed_words=fail, restrict=lambda _: fail())  # type: ignore[assignment]
+        biased = SamplingState(SamplingParams(temperature=0.0, logit_bias={9: 1.0}), [1], VOCAB)
+        logits = torch.zeros(2, VOCAB)
+        result = DeviceSampler(CPU, reference_ops()).sample(logits, [guided, biased])
+        assert result.token_ids == [NO_TOKEN, 9]
+        assert result.errors[0].startswith("sampling this sequence failed (IndexError: out of range)")
+        assert_same(logits, [guided, biased])
 
     def test_a_bad_row_is_the_models_fault_before_it_is_the_grammars(self):
         guided = SamplingState(SamplingParams(structured=FORMS[0]), [1], VOCAB, [1], guide=GUIDANCE.start(FORMS[0]))

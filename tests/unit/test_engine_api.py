@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from toy_parts import VOCAB, executor_of, hold_after, toy_parts, wait_until_idle
 
@@ -167,6 +168,40 @@ def test_bad_options_are_refused_by_every_call(
         with pytest.raises(kind, match=message):
             call(prompt, GREEDY, **options)  # type: ignore[operator]
     assert engine.metrics().engine.submitted == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"add_generation_prompt": "no"}, r"add_generation_prompt is 'no'; it must be True or False"),
+        ({"add_generation_prompt": 1}, r"add_generation_prompt is 1; it must be True or False"),
+        ({"chat_template_kwargs": 5}, r"chat_template_kwargs is 5; pass a dict of variables"),
+        ({"chat_template_kwargs": "ab"}, r"chat_template_kwargs is 'ab'; pass a dict"),
+        ({"chat_template_kwargs": [("a", 1)]}, r"chat_template_kwargs is \[\('a', 1\)\]; pass a dict"),
+        ({"chat_template_kwargs": {1: 2}}, r"chat_template_kwargs has the key 1; keys are texts"),
+    ],
+)
+def test_bad_template_arguments_are_refused_by_every_call(
+    engine: Engine, options: dict[str, object], message: str
+) -> None:
+    user = [{"role": "user", "content": "hi"}]
+    for call, prompt in ((engine.submit, PROMPT), (engine.submit, user), (engine.chat, user)):
+        with pytest.raises(InvalidArgumentError, match=message):
+            call(prompt, GREEDY, **options)  # type: ignore[operator]
+    assert engine.metrics().engine.submitted == 0
+
+
+@pytest.mark.parametrize("stream", ["x", 1, None])
+def test_whether_to_stream_is_a_flag(engine: Engine, stream: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"stream is .*; it must be True or False"):
+        engine.submit(PROMPT, GREEDY, stream=stream)  # type: ignore[arg-type]
+    assert engine.metrics().engine.submitted == 0
+
+
+def test_a_role_that_is_an_array_is_refused_by_name(engine: Engine) -> None:
+    user = [{"role": np.array([1, 2]), "content": "hi"}]
+    with pytest.raises(AdmissionError, match=r"messages\[0\] has the role array\(\[1, 2\]\); known roles are"):
+        engine.chat(user, GREEDY)
 
 
 def test_submit_takes_one_prompt(engine: Engine) -> None:

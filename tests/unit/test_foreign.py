@@ -55,6 +55,31 @@ class Unspeakable(Exception):
     __repr__ = __str__
 
 
+class Trap(str):
+    """A text that fails when it is written into another, or measured."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        raise RuntimeError("no text")
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
+class Deceptive(Exception):
+    def __str__(self) -> str:
+        return Trap("x")
+
+    __repr__ = __str__
+
+
+def test_a_description_is_plain_text_whatever_a_foreign_object_calls_its_text() -> None:
+    assert describe_error(Deceptive()) == "Deceptive: x"
+    assert describe_value(Deceptive()) == "x"
+    assert type(describe_value(Deceptive())) is type(describe_error(Deceptive())) is str
+
+
 def test_descriptions_never_fail() -> None:
     assert describe_error(ValueError("x")) == "ValueError: x"
     assert describe_error(Unspeakable()) == "Unspeakable"

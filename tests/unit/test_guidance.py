@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import linecache
 import re
+import sys
 import threading
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from tokenizers import normalizers
 from edgellm.decoding.verify import verify_runs
 from edgellm.errors import AdmissionError, InvalidArgumentError
 from edgellm.sampling.guidance import Guidance, Guide
-from edgellm.sampling.guide_vocabulary import read_vocabulary
+from edgellm.sampling.guide_vocabulary import VocabularyWrapper, read_vocabulary
 from edgellm.sampling.params import SamplingParams
 from edgellm.sampling.sampler import NO_TOKEN, Sampler, SamplingState
 from edgellm.sampling.structured import StructuredOutput
@@ -387,10 +390,40 @@ class TestTokenizers:
     @pytest.mark.parametrize("make", [tiny_tokenizers.byte_level, tiny_tokenizers.byte_fallback])
     def test_a_long_required_text_with_special_names_is_spelt_exactly(self, tmp_path, make):
         tokenizer = load_tokenizer(make(tmp_path))
-        text = "Hello</s>w<|im_end|>" * 800
-        token_ids = read_vocabulary(tokenizer, tokenizer.vocab_size).wrapper(text)
-        assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == text
-        assert tokenizer.special_token_ids.isdisjoint(token_ids)
+        wrapper = read_vocabulary(tokenizer, tokenizer.vocab_size).wrapper
+        rest = "Hello</s>w<|im_end|>" * 800
+        while rest:
+            token_ids = wrapper(rest)
+            beginning = b"".join(map(tokenizer.token_bytes, token_ids)).decode()
+            assert rest.startswith(beginning)
+            assert len(token_ids) >= 16 or beginning == rest
+            assert tokenizer.special_token_ids.isdisjoint(token_ids)
+            rest = rest.removeprefix(beginning)
+
+    def test_a_beginning_has_enough_tokens_for_what_the_engine_takes_back(self):
+        """It takes up to four from the end; none left would leave the row without its mask."""
+        whole = SimpleNamespace(encode=lambda text, add_special_tokens: [0] * (len(text) // 128))
+        wrapper = VocabularyWrapper(whole, [b"a" * 128, b"b"], [], 1)
+        assert wrapper("a" * 10_240) == [0] * 16
+        assert wrapper("a" * 640) == [0] * 5
+
+    def test_a_step_tokenises_a_bounded_part_of_a_text_without_choices(self, monkeypatch):
+        tokenizer, sizes = ToyTokenizer(VOCAB), []
+        original = tokenizer.encode
+
+        def encode(text: str, **options: Any) -> list[int]:
+            sizes.append(len(text))
+            return original(text, **options)
+
+        monkeypatch.setattr(tokenizer, "encode", encode)
+        text = "a" * 3000 + "c"
+        guide = Guidance(tokenizer, VOCAB).start(StructuredOutput(choice=[text, "b"]))
+        for character in text:
+            assert byte_id(character) in allowed(guide)
+            guide.record(byte_id(character))
+        assert allowed(guide) == [EOS_ID]
+        assert len(sizes) > 2000
+        assert max(sizes) <= 257  # a line feed is written before it
 
     def test_a_property_named_as_a_special_token(self, tmp_path):
         tokenizer = load_tokenizer(tiny_tokenizers.byte_level(tmp_path))
@@ -474,6 +507,10 @@ class TestTokenizers:
         assert set(tokenizer.eos_token_ids) <= set(allowed(guide, tokenizer.vocab_size))
 
 
+def source_of(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
 class TestCache:
     def test_equal_forms_compile_once_and_the_oldest_goes_first(self, monkeypatch):
         guidance = Guidance(TOKENIZER, VOCAB, max_cached_grammars=2)
@@ -543,35 +580,111 @@ class TestCache:
         assert found == [[byte_id("b")]] * 3
         assert slow.compiled == ["b"]
 
-    def test_an_interrupted_compilation_is_begun_again_by_who_waits(self, monkeypatch):
-        guidance, begun, go = Guidance(TOKENIZER, VOCAB), threading.Event(), threading.Event()
-        original, interrupted, found = Guidance._compile, [], []
+    @pytest.mark.parametrize("place", range(28))
+    def test_an_interrupt_at_any_place_leaves_nobody_waiting(self, place):
+        """One that comes between two lines of who asks first; the next to ask for the form gets it."""
+        guidance, form = Guidance(TOKENIZER, VOCAB), StructuredOutput(regex="b")
+        codes = {getattr(Guidance, name).__code__ for name in ("prepare", "begin", "_submit", "_hold")}
+        lines = 0
 
-        def interrupt_once(guidance: Guidance, structured: StructuredOutput) -> Guide:
-            if not begun.is_set():
-                begun.set()
-                assert go.wait(20)
-                raise KeyboardInterrupt
+        def interrupt(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal lines
+            # Leaving a block comes back to its line; the interpreter looks for interrupts behind that.
+            if frame.f_code in codes and event == "line" and not source_of(frame).startswith("with "):
+                lines += 1
+                if lines == place + 1:
+                    raise KeyboardInterrupt
+            return interrupt if frame.f_code in codes else None
+
+        usual = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            guidance.prepare(form)
+        except KeyboardInterrupt:
+            assert lines == place + 1
+        finally:
+            sys.settrace(usual)
+        assert lines >= min(place + 1, 15)
+        assert guidance.begin(form).result(20)
+        assert allowed(guidance.start(form)) == [byte_id("b")]
+
+    def test_who_stops_waiting_takes_the_form_from_nobody(self, slow):
+        guidance = Guidance(TOKENIZER, VOCAB)
+        first, second = (guidance.begin(StructuredOutput(regex="b")) for _ in range(2))
+        assert not first.cancel()
+        slow.go.set()
+        assert second.result(20)
+        assert slow.compiled == ["b"]
+
+    def test_an_engine_that_panics_refuses_the_form_and_goes_on(self, monkeypatch):
+        class PanicError(BaseException):
+            pass
+
+        guidance, original = Guidance(TOKENIZER, VOCAB), Guidance._compile
+
+        def panic(guidance: Guidance, structured: StructuredOutput) -> Guide:
+            if structured.regex == "b":
+                raise PanicError("index out of bounds")
             return original(guidance, structured)
 
-        def first() -> None:
-            try:
-                guidance.prepare(StructuredOutput(regex="b"))
-            except KeyboardInterrupt as error:
-                interrupted.append(error)
+        monkeypatch.setattr(Guidance, "_compile", panic)
+        for _ in range(2):
+            with pytest.raises(AdmissionError, match=r"regex makes the grammar engine fail \(index out of bounds\)"):
+                guidance.start(StructuredOutput(regex="b"))
+        assert guidance.num_cached_grammars == 0
+        assert allowed(guidance.start(StructuredOutput(regex="a"))) == [byte_id("a")]
 
-        monkeypatch.setattr(Guidance, "_compile", interrupt_once)
-        threads = [threading.Thread(target=first)]
-        threads[0].start()
-        assert begun.wait(20)
-        threads.append(
-            threading.Thread(target=lambda: found.append(allowed(guidance.start(StructuredOutput(regex="b")))))
-        )
-        threads[1].start()
-        go.set()
-        for thread in threads:
-            thread.join(20)
-        assert (len(interrupted), found) == (1, [[byte_id("b")]])
+    def test_a_form_that_somebody_holds_is_never_compiled_again(self, monkeypatch):
+        """A request that waits holds its own; the actor must not have to compile it, however many came since."""
+        guidance = Guidance(TOKENIZER, VOCAB, max_cached_grammars=2)
+        waiting = [StructuredOutput(regex="a" * number) for number in range(1, 9)]
+        twin = StructuredOutput(regex="a")
+        for form in (*waiting, twin):
+            guidance.prepare(form)
+        for number in range(1, 6):
+            guidance.prepare(StructuredOutput(regex="b" * number))
+        monkeypatch.setattr(Guidance, "_compile", None)
+        for form in waiting:
+            assert allowed(guidance.start(form)) == [byte_id("a")]
+        del waiting[0], form
+        assert allowed(guidance.start(twin)) == [byte_id("a")]
+        assert guidance.num_cached_grammars == 8
+
+    def test_forms_that_nobody_holds_go(self):
+        guidance = Guidance(TOKENIZER, VOCAB, max_cached_grammars=2)
+        held = [StructuredOutput(regex="a" * number) for number in range(1, 9)]
+        for form in held:
+            guidance.prepare(form)
+        assert guidance.num_cached_grammars == 8
+        del held, form
+        gc.collect()
+        assert guidance.num_cached_grammars == 2
+        assert guidance._held == {}
+
+    def test_many_forms_at_once_take_a_bounded_number_of_threads(self, slow, monkeypatch):
+        monkeypatch.setattr("edgellm.sampling.guidance.MAX_COMPILING", 2)
+        guidance = Guidance(TOKENIZER, VOCAB)
+        before = threading.active_count()
+        first = guidance.begin(StructuredOutput(regex="b"))
+        others = [guidance.begin(StructuredOutput(regex="a" * number)) for number in range(1, 30)]
+        assert threading.active_count() <= before + 2
+        for one in others:
+            assert one.result(20)
+        assert not first.done()
+        slow.go.set()
+        assert first.result(20)
+
+    def test_no_thread_left_to_compile_on(self, monkeypatch):
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        guidance = Guidance(TOKENIZER, VOCAB)
+        form = StructuredOutput(regex="a")
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(AdmissionError, match="regex cannot be compiled now"):
+                guidance.start(form)
+        assert allowed(guidance.start(form)) == [byte_id("a")]
 
     def test_prepare_leaves_nothing_to_compile(self, monkeypatch):
         guidance = Guidance(TOKENIZER, VOCAB)

@@ -1,6 +1,8 @@
 """Streams that are asked for late: whenever `stream()` comes, its reader gets what it would have got before."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 from stream_reading import drained, joined
@@ -152,7 +154,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.channel = EngineChannel(EngineConfig(), EngineMetrics())
-        request_id = self.channel.reserve()
+        request_id = self.channel.next_id()
         self.record = RequestRecord(
             request_id=request_id,
             request=ask(),
@@ -160,7 +162,7 @@ class Desk:
             note_stream=self.channel.note_stream,
         )
         self.handle = RequestHandle(self.record)
-        self.channel.post(self.record)
+        self.channel.accept(self.record)
 
     def end(self, status=TerminalStatus.COMPLETED, text="answer", **kwargs) -> None:
         reason = FinishReason.END_ID if status is TerminalStatus.COMPLETED else FinishReason.ERROR
@@ -269,6 +271,52 @@ def test_two_threads_that_ask_get_one_stream_and_nothing_is_lost_or_doubled():
         assert joined(list(got[0])) == (ENCODE("answer"), "answer", FinishReason.END_ID)
 
 
+def test_only_one_side_ends_a_stream_that_is_asked_for_at_the_outcome(monkeypatch):
+    """The actor comes to the end of the stream while a caller, who came after the outcome, makes it."""
+    desk = Desk()
+    desk.end(end_stream=False)
+    attach = StreamChannel.attach
+
+    def actor_comes_first(channel):
+        monkeypatch.setattr(StreamChannel, "attach", attach)
+        desk.record.end_stream()
+        attach(channel)
+
+    monkeypatch.setattr(StreamChannel, "attach", actor_comes_first)
+    assert joined(list(desk.handle.stream())) == (ENCODE("answer"), "answer", FinishReason.END_ID)
+    desk.record.end_stream()
+    assert desk.handle.stream().is_exhausted()
+
+
+def test_the_actor_goes_on_when_an_outcome_cannot_be_published(monkeypatch, caplog):
+    broken = []
+
+    def fail(record):
+        broken.append(record.id)
+        raise ContractViolation("the stream ends twice")
+
+    monkeypatch.setattr(RequestRecord, "end_stream", fail)
+    with RequestEngine(ScriptedRuntime()) as engine:
+        for _ in range(3):
+            assert engine.submit(ask()).get(WAIT)
+            assert engine.running()
+            assert engine.closed_because() == ""
+    assert broken == [1, 2, 3]
+    assert caplog.text.count("ending request") == 3
+    assert "the stream ends twice" in caplog.text
+
+
+def test_a_request_whose_outcome_cannot_be_given_fails_alone(monkeypatch, caplog):
+    with RequestEngine(ScriptedRuntime()) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._actor, "_complete", lambda outcome: 1 // 0)
+            with pytest.raises(RequestFailed, match="could not be published: ZeroDivisionError"):
+                engine.submit(ask()).get(WAIT)
+        assert engine.submit(ask()).get(WAIT)
+        assert engine.pending() == 0
+    assert "publishing the outcome" in caplog.text
+
+
 # ---- channels that the caller brings --------------------------------------------------------------------
 
 
@@ -288,6 +336,26 @@ def test_a_brought_channel_is_claimed_at_submit_and_free_again_when_that_fails()
         engine.submit(ask(channel=spare))
     with RequestEngine(ScriptedRuntime()) as another:
         assert another.submit(ask(channel=spare)).get(WAIT).text == "".join(chunk.text for chunk in spare)
+
+
+def test_a_channel_keeps_nothing_of_submits_that_were_refused(monkeypatch):
+    channel, refused = StreamChannel.create(), []
+    engine = RequestEngine(ScriptedRuntime())
+    engine.shutdown()
+    accept = engine._channel.accept
+    monkeypatch.setattr(
+        engine._channel, "accept", lambda record, **kwargs: (refused.append(weakref.ref(record)), accept(record))
+    )
+    for _ in range(3):
+        with pytest.raises(SubmitError):
+            engine.submit(ask(channel=channel))
+    gc.collect()
+    assert [record() for record in refused] == [None] * 3
+    with RequestEngine(ScriptedRuntime()) as another:
+        handle = another.submit(ask(channel=channel))
+        channel.cancel()
+        with pytest.raises(RequestCancelled):
+            handle.get(WAIT)
 
 
 # ---- the engine -----------------------------------------------------------------------------------------

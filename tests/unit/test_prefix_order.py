@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from hostile_values import BadList, BadText, BadValue
 
 from edgellm.cache.types import ContextCacheLookupPolicy
 from edgellm.engine.prefix import KEY_CHARACTERS, KEY_TOKENS, prefix_key
@@ -62,10 +63,35 @@ def test_requests_that_begin_otherwise_differ(one, other):
         {"prompt": 7},
         {"prompt_token_ids": ["x"] * KEY_TOKENS},
         {"messages": [{"content": LONG}], "chat_template_kwargs": {1: 1, "a": 2}},
+        {"prompt": LONG, "cache_salt": ["x"]},
+        {"prompt_token_ids": [1] * KEY_TOKENS, "cache_salt": np.array([1, 2])},
+        {"messages": BadList(chat(LONG))},
+        {"messages": np.array([1, 2])},
+        {"prompt_token_ids": BadList([1] * KEY_TOKENS)},
+        {"messages": chat(LONG, role=BadValue())},
     ],
 )
 def test_short_bypassing_and_malformed_requests_have_none(fields):
     assert of(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("foreign", "plain"),
+    [
+        ({"prompt": BadText(LONG)}, {"prompt": LONG}),
+        ({"prompt": LONG, "cache_salt": BadText("s")}, {"prompt": LONG, "cache_salt": "s"}),
+        ({"messages": chat(BadText(LONG))}, {"messages": chat(LONG)}),
+        ({"prompt_token_ids": np.ones(KEY_TOKENS, np.uint8)}, {"prompt_token_ids": [1] * KEY_TOKENS}),
+    ],
+)
+def test_a_key_can_be_hashed_and_compared_whatever_the_request_holds(foreign, plain):
+    key = of(**foreign)
+    assert key in {of(**plain)}
+    assert {type(part) for part in leaves(key)} <= {str, int, type(None)}
+
+
+def leaves(key):
+    return [leaf for part in key for leaf in leaves(part)] if isinstance(key, tuple) else [key]
 
 
 def test_parts_of_a_message_count_as_their_text():

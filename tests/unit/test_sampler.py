@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -14,6 +15,7 @@ from edgellm.sampling.params import SamplingParams
 from edgellm.sampling.penalties import TokenCounter, apply_output_penalties, apply_repetition
 from edgellm.sampling.philox import uniform
 from edgellm.sampling.sampler import NO_TOKEN, Sampler, SamplingState
+from edgellm.sampling.structured import StructuredOutput
 
 INF, NAN = math.inf, math.nan
 GREEDY = SamplingParams(temperature=0.0)
@@ -122,6 +124,71 @@ class TestBadLogits:
 
     def test_infinite_total_does_not_arise_from_large_finite_logits(self):
         assert choose([3e38, -3e38, 0.0], SamplingParams(seed=4, logprobs=2)) == 0
+
+
+EDGES = {
+    "repetition_penalty": [1e-3, 100.0],
+    "temperature": [5e-324, 1e-40, 100.0],
+    "top_p": [5e-324, 0.9, 1.0],
+    "min_p": [0.0, 5e-324, 0.9, 1.0],
+    "logit_bias": [{0: -100.0, 1: 100.0}],
+    "presence_penalty": [-2.0],
+    "logprobs": [None, 3],
+}
+
+
+class TestExtremes:
+    @pytest.mark.parametrize(
+        "row", [[3.4e38, -3.4e38, 1.0, 0.0], [1e-45, -1e-45, 0.0, -INF], [-3.4e38, -3.3e38, -INF, -INF]]
+    )
+    def test_every_corner_of_the_ranges_chooses_a_token(self, row):
+        """Whatever finite logits meet whatever parameters are allowed, arithmetic gives no NaN and no infinity."""
+        for values in itertools.product(*EDGES.values()):
+            params = SamplingParams(seed=1, **dict(zip(EDGES, values, strict=True)))
+            result = sample([row], [state(params, vocab_size=4, prompt=[0, 1], output=[1, 2])])
+            assert result.errors == {}, params
+            assert row[result.token_ids[0]] > -INF, params
+
+
+class TestIsolation:
+    class BrokenGuide:
+        """A grammar that fails in the midst of a row."""
+
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def restrict(self, logits: np.ndarray) -> str:
+            raise self.error
+
+        allowed_words = restrict
+
+    @pytest.mark.parametrize(
+        "error", [IndexError("out of range"), MemoryError(), type("PanicError", (BaseException,), {})()]
+    )
+    def test_what_one_row_raises_ends_that_row_alone(self, error):
+        form = StructuredOutput(regex="a")
+        guided = SamplingState(
+            SamplingParams(structured=form, logprobs=1),
+            [0],
+            4,
+            guide=self.BrokenGuide(error),  # type: ignore[arg-type]
+        )
+        states = [state(vocab_size=4), guided, state(SamplingParams(seed=1, top_p=0.5), vocab_size=4)]
+        result = sample([[0, 3, 1, 2], [0, 1, 2, 3], [9e3, 0, 0, 0]], states)
+        assert result.token_ids == [1, NO_TOKEN, 0]
+        assert list(result.errors) == [1]
+        assert result.errors[1].startswith(f"sampling this sequence failed ({type(error).__name__}")
+        assert result.logprobs == [None] * 3
+
+    def test_parameters_that_overflow_all_the_same_end_their_row_alone(self):
+        """Made past the check of ranges, as something to come might be."""
+        overflowing = SamplingParams(min_p=0.9, seed=1)
+        object.__setattr__(overflowing, "repetition_penalty", 1e-308)
+        states = [state(vocab_size=4), state(overflowing, vocab_size=4), state(vocab_size=4)]
+        with np.errstate(all="ignore"):
+            result = sample([[0, 3, 1, 2], [5, 1, 2, 3], [9, 0, 0, 0]], states)
+        assert result.token_ids == [1, NO_TOKEN, 0]
+        assert list(result.errors) == [1]
 
 
 class TestFilters:

@@ -36,7 +36,7 @@ REFUSED = {
     "top_k": [-2, 2**31, 3.0, True],
     "top_p": [0.0, 0, -0.1, 1.0001, NAN],
     "min_p": [-0.1, 1.1, NAN],
-    "repetition_penalty": [0.0, -1.0, 101.0, NAN, INF],
+    "repetition_penalty": [0.0, 5e-324, 1e-308, 0.9e-3, -1.0, 101.0, NAN, INF],
     "presence_penalty": [-2.1, 2.1, NAN],
     "frequency_penalty": [-2.1, 2.1, NAN],
     "seed": [-1, 2**64, 1.0, True],

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from edgellm.errors import ContractViolation, InvalidArgumentError
+from edgellm.request import CancelToken
 from edgellm.sampling.logprobs import TokenLogprobs
 from edgellm.session.types import FinishReason
 from edgellm.streaming import DEFAULT_MAX_PENDING_CHUNKS, StreamChannel, StreamChunk
@@ -271,6 +272,34 @@ def test_pushing_after_the_readers_event_loop_closed_is_harmless():
     assert channel.try_pop() == chunk(1)
 
 
+def test_a_stream_whose_event_loop_was_closed_under_the_reader_is_cancelled():
+    channel, request = StreamChannel.create(), CancelToken()
+    channel.claim(request.cancel)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(channel.__anext__())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert not request.cancelled
+    assert channel.push(chunk(1))
+    assert channel.is_cancelled()
+    assert request.cancelled
+    task._log_destroy_pending = False
+
+
+def test_each_cancel_tells_the_request_again_and_the_listeners_once():
+    channel = StreamChannel.create()
+    told: list[str] = []
+    channel.claim(lambda: told.append("request"))
+    channel.add_cancel_listener(lambda: told.append("listener"))
+    channel.cancel()
+    channel.cancel()
+    assert told == ["request", "listener", "request"]
+    late = StreamChannel.create()
+    late.cancel()
+    late.claim(lambda: told.append("late"))
+    assert told[3:] == ["late"]
+
+
 def test_a_second_async_reader_is_refused_instead_of_hanging():
     async def read_twice():
         channel = StreamChannel.create()
@@ -431,19 +460,23 @@ def test_one_event_loop_follows_many_streams_through_listeners_without_a_thread_
 
 def test_a_claimed_channel_belongs_to_one_request():
     channel = StreamChannel.create()
-    channel.claim()
+    first, second = CancelToken(), CancelToken()
+    channel.claim(first.cancel)
     with pytest.raises(InvalidArgumentError, match="its own channel"):
-        channel.claim()
+        channel.claim(second.cancel)
     with pytest.raises(ContractViolation, match="before submitting"):
         channel.set_skip_special_tokens(True)
-    channel.unclaim()
-    channel.claim()
+    channel.unclaim(second.cancel)
+    with pytest.raises(InvalidArgumentError, match="its own channel"):
+        channel.claim(second.cancel)
+    channel.unclaim(first.cancel)
+    channel.claim(second.cancel)
     channel.attach()
     channel.detach()
     channel.attach()
     channel.finish(FinishReason.LENGTH)
     with pytest.raises(InvalidArgumentError):
-        channel.claim()
+        channel.claim(first.cancel)
 
 
 def test_a_cancel_from_inside_a_push_does_not_deadlock():

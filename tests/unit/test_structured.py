@@ -13,6 +13,7 @@ import pytest
 
 from edgellm.errors import InvalidArgumentError
 from edgellm.sampling.guidance import Guidance
+from edgellm.sampling.literal_length import MAX_LITERAL_BYTES
 from edgellm.sampling.params import SamplingParams
 from edgellm.sampling.schema_keywords import ANNOTATIONS, ENFORCED_KEYWORDS, FORMATS, MAX_SCHEMA_DEPTH
 from edgellm.sampling.structured import MAX_GUIDE_BYTES, StructuredOutput
@@ -82,8 +83,10 @@ class TestForms:
         refused(f"{name} has [0-9]+ bytes, the limit is 131072; shorten it", **{name: value})
 
     def test_the_limit_itself_is_allowed(self):
-        text = "a" * MAX_GUIDE_BYTES
-        assert StructuredOutput(choice=[text]).choice == (text,)
+        texts = tuple(
+            f"{number:016}" * (MAX_LITERAL_BYTES // 16) for number in range(MAX_GUIDE_BYTES // MAX_LITERAL_BYTES)
+        )
+        assert StructuredOutput(choice=texts).choice == texts
         refused("131074 bytes", choice=["a" * (MAX_GUIDE_BYTES - 2), "é", "é"])
 
     @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from edgellm.engine.command_queue import EngineChannel
 from edgellm.engine.config import EngineConfig
 from edgellm.engine.engine import RequestEngine, ShutdownMode
 from edgellm.engine.metrics import EngineMetrics
+from edgellm.engine.records import RequestRecord, TerminalStatus
 from edgellm.errors import RequestCancelled, RequestFailed, RequestTimedOut, StepDeviceError, SubmitError
 from edgellm.testing.scripted_session import Script, ScriptedRuntime
 
@@ -90,17 +91,23 @@ def test_an_unhealthy_device_fails_the_line(start, brake):
     assert engine.queued() == 0
 
 
-def test_a_place_given_back_counts_nothing():
+def test_those_in_line_are_pending_outside_the_limit():
     channel = EngineChannel(EngineConfig(max_pending_requests=1), EngineMetrics())
-    channel.reserve()
-    channel.reserve(wait=True)
+    inside, in_line = (record_of(channel, wait=wait) for wait in (False, True))
     assert not channel.take_room()
     assert channel.pending == 2
-    channel.unreserve(wait=True)
-    assert channel.pending == 1
-    assert channel.metrics.refused == 0
-    channel.unreserve()
-    channel.reserve(wait=True)
+    with pytest.raises(SubmitError, match="1 requests are pending"):
+        record_of(channel, wait=False)
+    channel.terminate(inside, TerminalStatus.CANCELLED)
     assert channel.take_room()
     with pytest.raises(SubmitError, match="1 requests are pending"):
-        channel.reserve()
+        record_of(channel, wait=False)
+    channel.terminate(in_line, TerminalStatus.CANCELLED)
+    assert channel.pending == 0
+    record_of(channel, wait=False)
+
+
+def record_of(channel: EngineChannel, *, wait: bool) -> RequestRecord:
+    record = RequestRecord(request_id=channel.next_id(), request=ask(), note_cancel=channel.note_cancel)
+    channel.accept(record, wait=wait)
+    return record
