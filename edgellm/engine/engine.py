@@ -110,8 +110,9 @@ class RequestEngine(Uncopyable):
                 timeout runs meanwhile, and a cancel ends it there.
         Raises:
             UnsupportedRequestError: a kind of request that is never served.
-            InvalidArgumentError: its priority, timeout, sampling, token callback or stream channel is malformed, its
-                priority would have no effect, or its stream channel was used before.
+            InvalidArgumentError: its priority, timeout, sampling, flags, cache policies, token callback or stream
+                channel are malformed, its priority would have no effect, or its stream channel was used before.
+            AdmissionError: one of its fields raises when it is looked at.
             SubmitError: too many are pending, the queue is full, or the engine is ending; may pass.  With `wait`
                 only the last.
             ContractViolation: this process was forked from the one the engine runs in.

@@ -48,7 +48,8 @@ class RuntimeSession(ABC):
             UnsupportedRequestError: a kind of request this session never serves.  Nothing was modified.
             AdmissionError, InputTooLongError: validation, templating or tokenising failed, or the prompt
                 is too long.  Nothing was modified.
-            ContractViolation: call order, exclusivity, or a request id that is 0 or already resident.
+            ContractViolation: call order, exclusivity, a request id that is 0 or already resident, or a request id or
+                cancel token of a wrong type.
             SessionLostError: the reservation failed on the device; do not drive the session further.
         """
 
