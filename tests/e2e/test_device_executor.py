@@ -28,7 +28,9 @@ class ReferencePlacement(CpuPlacement):
 
     step_tokens = 32
 
-    def build_executor(self, model: Any, budget: Any, deployment: Any, draft: Any = None, draft_cache: Any = None) -> Any:
+    def build_executor(
+        self, model: Any, budget: Any, deployment: Any, draft: Any = None, draft_cache: Any = None
+    ) -> Any:
         kv_cache = KVCache.for_model(model.config, num_pages=budget.num_pages, page_size=budget.page_size)
         kv_cache.fill_poison()
         limits = ExecutorLimits(
