@@ -227,3 +227,41 @@ def test_a_target_that_is_too_shallow() -> None:
     assert hidden_layers(32) == (2, 16, 29)
     with pytest.raises(UnsupportedModelError, match="at least 5"):
         hidden_layers(4)
+
+
+def test_a_head_of_another_file_form_with_its_own_embedding_is_read_alike(
+    tmp_path: Path, target: Path, head: Path
+) -> None:
+    model = load_model(target)
+    embedding = torch.randn((257, HIDDEN))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": None}))
+    torch.save({**head_tensors(), "embed_tokens.weight": embedding}, tmp_path / "pytorch_model.bin")
+    config, weights = read_head(tmp_path, model.config, model.weights.embedding)
+    same_config, same = read_head(head, model.config, model.weights.embedding)
+    assert config == same_config  # the target's rope stands in
+    assert torch.equal(weights.embedding, embedding)
+    assert torch.equal(weights.qkv, same.qkv)
+    assert torch.equal(weights.to_target, same.to_target)
+
+
+def test_a_head_of_the_whole_vocabulary_needs_no_map(tmp_path: Path, target: Path) -> None:
+    model = load_model(target)
+    tensors = {name: tensor for name, tensor in head_tensors().items() if name != "d2t"}
+    tensors["lm_head.weight"] = torch.zeros((257, HIDDEN))
+    save_head(tmp_path, {**CONFIG, "draft_vocab_size": None}, tensors)
+    _, weights = read_head(tmp_path, model.config, model.weights.embedding)
+    assert weights.to_target.tolist() == list(range(257))
+
+
+@pytest.mark.parametrize("size", [0, 300, 1.5, True])
+def test_a_draft_vocabulary_that_cannot_be(tmp_path: Path, target: Path, size: object) -> None:
+    save_head(tmp_path, {**CONFIG, "draft_vocab_size": size}, head_tensors())
+    with pytest.raises(UnsupportedModelError, match="draft_vocab_size is"):
+        speculating(target, tmp_path)
+
+
+def test_a_head_of_another_width_must_bring_its_embedding(tmp_path: Path, target: Path) -> None:
+    model = load_model(target)
+    save_head(tmp_path, CONFIG, head_tensors())
+    with pytest.raises(UnsupportedModelError, match="brings no embedding"):
+        read_head(tmp_path, model.config, model.weights.embedding[:, :-2])

@@ -95,7 +95,8 @@ def read_head(folder: Path, target: ModelConfig, embedding: torch.Tensor) -> tup
 
 def _read_config(folder: Path, target: ModelConfig) -> tuple[ModelConfig, int]:
     raw = read_config_json(folder)
-    draft_vocab = raw.get("draft_vocab_size") or target.vocab_size
+    stated = raw.get("draft_vocab_size")
+    draft_vocab = target.vocab_size if stated is None else stated
     if isinstance(draft_vocab, bool) or not isinstance(draft_vocab, int) or not 1 <= draft_vocab <= target.vocab_size:
         raise UnsupportedModelError(
             f"{folder / 'config.json'}: draft_vocab_size is {draft_vocab!r}; it must be an integer from 1 to the "
