@@ -83,7 +83,6 @@ class _Seat:
         last_hidden: (width,) the target's hidden row of the last token that ran.
     """
 
-    request_id: int
     prompt: Int32Array
     drafted: int
     hidden: list[torch.Tensor] = field(default_factory=list)
@@ -97,14 +96,10 @@ class PagedDraftDecoder(ChainDecoder):
 
     Args:
         num_drafts: K, most tokens proposed in a round.
-        future_dependency_tokens: tokens behind an entry that it depends on; see `SpecReuseContract`.
     """
 
-    def __init__(self, num_drafts: int, lengths: DraftLengths | None, *, future_dependency_tokens: int = 1) -> None:
+    def __init__(self, num_drafts: int, lengths: DraftLengths | None) -> None:
         super().__init__(num_drafts, lengths)
-        self._contract = SpecReuseContract(
-            owns_paged_spec_state=True, future_dependency_tokens=future_dependency_tokens
-        )
         self._seats: dict[int, _Seat] = {}
         self._page_rows: Int32Array | None = None
 
@@ -114,11 +109,11 @@ class PagedDraftDecoder(ChainDecoder):
         """The draft model; asked for once its pages are open."""
 
     def spec_reuse_contract(self) -> SpecReuseContract:
-        return self._contract
+        return SpecReuseContract(owns_paged_spec_state=True, future_dependency_tokens=1)
 
     def seat(self, executor: Executor, seat: DecodingSeat) -> None:
         super().seat(executor, seat)
-        made = _Seat(seat.request_id, seat.prompt, seat.length)
+        made = _Seat(seat.prompt, seat.length)
         if seat.boundary_hidden is not None:
             # The entry in front of the boundary depends on the token behind it, which differs from text to text.
             made.drafted = seat.length - 1
@@ -229,15 +224,17 @@ class PagedDraftDecoder(ChainDecoder):
         seat = self._seats[row.slot]
         if row.hidden is None:
             raise BrokenInvariantError(f"decoder {self.name!r} needs the target's hidden rows, and the step gave none")
-        seat.last_hidden = row.hidden[-1]
-        seat.hidden.append(row.hidden)
+        in_prompt = row.past < len(seat.prompt)
+        # What waits for a later round is copied: a slice would keep the rows of the whole step alive.
+        seat.last_hidden = row.hidden[-1].clone()
+        seat.hidden.append(row.hidden if in_prompt else row.hidden.clone())
         end = row.past + len(row.inputs)
         seat.successors += row.inputs[1:].tolist()
         if row.token_ids:
             seat.successors.append(row.token_ids[-1])
         elif end < len(seat.prompt):
             seat.successors.append(int(seat.prompt[end]))
-        if row.past < len(seat.prompt):  # published when the chunk is; a verified run waits for the next round
+        if in_prompt:  # published when the chunk is; a verified run waits for the next round
             self._catch_up([row.slot])
 
     def boundary_hidden(self, slot: int) -> torch.Tensor | None:

@@ -48,7 +48,7 @@ class QwenHybridGraph:
         positions: torch.Tensor,
         logits_index: torch.Tensor,
         step: StepState,
-        hidden: HiddenRequest | None = None,
+        hidden_request: HiddenRequest | None = None,
     ) -> GraphOutput:
         """One pass; see `edgellm.models.step.Graph`."""
         buffers = self._buffers
@@ -56,7 +56,7 @@ class QwenHybridGraph:
         stream, normed = buffers["stream"], buffers["normed"]
         torch.index_select(self._weights.embedding, 0, token_ids, out=stream)
         angles = self._angles(positions)
-        wanted = HiddenRows(hidden, len(token_ids), self.config.hidden_size, stream.dtype)
+        wanted = HiddenRows(hidden_request, len(token_ids), self.config.hidden_size, stream.dtype)
         for idx, layer in enumerate(self._layers):
             wanted.enters(idx, stream)
             layer.run(stream, angles, step, buffers)

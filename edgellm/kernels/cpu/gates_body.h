@@ -1,25 +1,9 @@
 /* Compiled once per instruction set (isa.h). */
 #include "simd.h"
 
-#define EDGE_T uint16_t
-#define EDGE_T_NAME bf16
-#define EDGE_T_TO_FLOAT(x) EDGE_FN(bf16_to_float)(x)
-#define EDGE_T_FROM_FLOAT(x) EDGE_FN(float_to_bf16)(x)
-#include "gates_type.h"
-#undef EDGE_T
-#undef EDGE_T_NAME
-#undef EDGE_T_TO_FLOAT
-#undef EDGE_T_FROM_FLOAT
-
-#define EDGE_T float
-#define EDGE_T_NAME f32
-#define EDGE_T_TO_FLOAT(x) (x)
-#define EDGE_T_FROM_FLOAT(x) (x)
-#include "gates_type.h"
-#undef EDGE_T
-#undef EDGE_T_NAME
-#undef EDGE_T_TO_FLOAT
-#undef EDGE_T_FROM_FLOAT
+#define EDGE_TYPE_FILE "gates_type.h"
+#include "each_type.h"
+#undef EDGE_TYPE_FILE
 
 static void EDGE_FN(gate_tasks)(const void *opaque, int64_t begin, int64_t end) {
     const edge_gate_args *a = (const edge_gate_args *)opaque;

@@ -4,21 +4,9 @@
 /* Rows taken together: as many as accumulators fit the registers (32 with AVX-512, else 16). */
 #define EDGE_ROW_BLOCK (EDGE_LANES == 16 ? 4 : 2)
 
-#define EDGE_T uint16_t
-#define EDGE_T_NAME bf16
-#define EDGE_T_TO_FLOAT(x) EDGE_FN(bf16_to_float)(x)
-#include "skinny_linear_type.h"
-#undef EDGE_T
-#undef EDGE_T_NAME
-#undef EDGE_T_TO_FLOAT
-
-#define EDGE_T float
-#define EDGE_T_NAME f32
-#define EDGE_T_TO_FLOAT(x) (x)
-#include "skinny_linear_type.h"
-#undef EDGE_T
-#undef EDGE_T_NAME
-#undef EDGE_T_TO_FLOAT
+#define EDGE_TYPE_FILE "skinny_linear_type.h"
+#include "each_type.h"
+#undef EDGE_TYPE_FILE
 
 EDGE_INLINE void EDGE_FN(store_dot)(const edge_linear_args *a, int64_t row, int64_t column, float value) {
     const int64_t at = row * a->out_width + column;
