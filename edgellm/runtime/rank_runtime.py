@@ -14,7 +14,7 @@ from edgellm.cache.types import (
     ContextCacheDeploymentProfile,
     ContextCachePhysicalResources,
 )
-from edgellm.errors import AdmissionError, ContractViolation, RequestFailed
+from edgellm.errors import AdmissionError, ContractViolation, RequestFailed, UnsupportedModelError
 from edgellm.plugin_guard import build_decoder
 from edgellm.runtime.batch import resources_of
 from edgellm.sampling.guidance import Guidance
@@ -68,7 +68,8 @@ class LLMRankRuntime:
             soon as the prompt fits, and a sequence that finds no page later ends with ERROR.
         synchronizer: waits for the stream in place of the real wait (tests inject failures here).
     Raises:
-        UnsupportedModelError: the decoder kind does not go with the model's kind of state.
+        UnsupportedModelError: the decoder kind does not go with the model's kind of state, or the decoder speculates
+            and the executor cannot verify.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class LLMRankRuntime:
         self.decoder_kind = decoder_kind
         built = decoder if decoder is not None else build_decoder(plugins.choose_decoder(decoder_kind))
         self.decoder: DecodingStrategy = built
+        _check_verifies(self.decoder, executor)
         self.decoder.attach(executor)
         self.sampler = Sampler()
         self.guidance = Guidance(tokenizer, executor.vocab_size)
@@ -237,6 +239,18 @@ class LLMRankRuntime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_verifies(decoder: DecodingStrategy, executor: Executor) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the decoder proposes tokens, and the executor has no way to check several in one step.
+    """
+    if decoder.is_speculative and not hasattr(executor, "forward_verify"):
+        raise UnsupportedModelError(
+            f"decoder {decoder.name!r} proposes tokens, and {type(executor).__name__} cannot verify them yet; pass "
+            "device='cpu', or leave speculative out"
+        )
 
 
 def _new_table(deployment: DeploymentConfig, num_pages: int) -> KVPageTable:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+import edgellm_lookup.decoder
 from edgellm import Engine, SamplingParams
 from edgellm.assembly import LoadOptions, connect
-from edgellm.errors import RequestCancelled
+from edgellm.errors import RequestCancelled, UnsupportedModelError
 from edgellm.models.device_ops import reference_ops
+from edgellm.plugins import load_plugins
 from edgellm.runtime.device import CpuDevice
 from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits, attention_mode
 from edgellm.runtime.kv_cache import KVCache
@@ -94,3 +96,15 @@ def test_a_cancelled_stream_gives_its_pages_back(engines: tuple[Engine, Engine])
     engine.generate([PROMPTS[0]], greedy(2))  # the cancel is seen at a step boundary before this one ends
     assert engine._runtime is not None
     assert recount(engine._runtime.coordinator).leased == 0
+
+
+def test_a_decoder_that_verifies_is_refused_where_the_executor_cannot(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_plugins(extra=(("lookup", edgellm_lookup.decoder),), autoload=False, strict=True)
+    monkeypatch.setattr("edgellm.plugins.load_plugins", lambda: loaded)
+    options = LoadOptions(tiny_model_dir, device="cpu", kv_budget=KV_TOKENS, speculative="prompt_lookup")
+    placement = ReferencePlacement(options.placement_options())
+    model = placement.load_model(tiny_model_dir, None)
+    with pytest.raises(UnsupportedModelError, match=r"CudaExecutor cannot verify.*device='cpu'"):
+        connect(options, placement, model, load_tokenizer(tiny_model_dir))
