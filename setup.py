@@ -32,6 +32,7 @@ MODULES = [
     "edgellm._core.recount",
     "edgellm._core.cache_manager",
     # Host code that knows requests lies beside the session.
+    "edgellm.session._token_list",
     "edgellm.session._slots",
     "edgellm.session._finish",
     "edgellm.session._ledger",

@@ -26,7 +26,6 @@ from edgellm.kernels.cu.paged_decode import paged_decode, paged_decode_workspace
 from edgellm.kernels.ref import paged_decode as ref
 from edgellm.kernels.ref.fp8_pages import head_block_bytes, split_pages
 
-HEAD_DIM = 128
 KV_HEADS = 8
 DTYPE = torch.bfloat16
 ROTATED_BYTES = 600 << 20  # ten times the L2 cache of an H200
@@ -45,7 +44,7 @@ OURS = ("ours", "early")
 class Case:
     """Layers of K and V that one page table addresses, and one query."""
 
-    layers: list[torch.Tensor]  # (pages, 2, KV_HEADS, page_size, HEAD_DIM) each, or fp8 pages
+    layers: list[torch.Tensor]  # (pages, 2, KV_HEADS, page_size, head_dim) each, or fp8 pages
     table: torch.Tensor
     slots: torch.Tensor
     lengths: torch.Tensor
@@ -53,6 +52,7 @@ class Case:
     out: torch.Tensor
     page_size: int
     num_heads: int
+    head_dim: int
     context: int
 
     @property
@@ -65,25 +65,25 @@ class Case:
 Run = Callable[[torch.Tensor], None]
 
 
-def random_pages(pages: int, page_size: int, *, fp8: bool) -> torch.Tensor:
+def random_pages(pages: int, page_size: int, head_dim: int, *, fp8: bool) -> torch.Tensor:
     """Normal numbers; as fp8, any finite values with one scale."""
     if not fp8:
-        return torch.empty(pages, 2, KV_HEADS, page_size, HEAD_DIM, device="cuda", dtype=DTYPE).normal_()
-    shape = (pages, 2, KV_HEADS, head_block_bytes(page_size, HEAD_DIM))
+        return torch.empty(pages, 2, KV_HEADS, page_size, head_dim, device="cuda", dtype=DTYPE).normal_()
+    shape = (pages, 2, KV_HEADS, head_block_bytes(page_size, head_dim))
     storage = torch.randint(0, 0x7F, shape, device="cuda", dtype=torch.uint8)
-    split_pages(storage, page_size, HEAD_DIM)[1].fill_(2.0**-7)
+    split_pages(storage, page_size, head_dim)[1].fill_(2.0**-7)
     return storage
 
 
-def make_case(batch: int, context: int, page_size: int, num_heads: int, *, fp8: bool = False) -> Case:
+def make_case(batch: int, context: int, page_size: int, num_heads: int, head_dim: int, *, fp8: bool = False) -> Case:
     """Random K, V and page order."""
     per_row = -(-context // page_size)
     pages = per_row * batch
-    layers = [random_pages(pages, page_size, fp8=fp8)]
+    layers = [random_pages(pages, page_size, head_dim, fp8=fp8)]
     layer_bytes = layers[0].numel() * layers[0].element_size()
     count = max(1, min(MAX_LAYERS, math.ceil(ROTATED_BYTES / layer_bytes)))
-    layers += [random_pages(pages, page_size, fp8=fp8) for _ in range(count - 1)]
-    width = num_heads * HEAD_DIM
+    layers += [random_pages(pages, page_size, head_dim, fp8=fp8) for _ in range(count - 1)]
+    width = num_heads * head_dim
     return Case(
         layers=layers,
         table=torch.randperm(pages, device="cuda").int().view(batch, per_row),
@@ -93,13 +93,14 @@ def make_case(batch: int, context: int, page_size: int, num_heads: int, *, fp8: 
         out=torch.full((batch, width), float("nan"), device="cuda", dtype=DTYPE),
         page_size=page_size,
         num_heads=num_heads,
+        head_dim=head_dim,
         context=context,
     )
 
 
 def ours(case: Case, *, early: bool = False) -> Run:
     limits = device_limits(case.query.device)
-    size = paged_decode_workspace(len(case.slots), case.num_heads, HEAD_DIM, limits)
+    size = paged_decode_workspace(len(case.slots), case.num_heads, case.head_dim, limits)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
 
     def run(pages: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ def ours(case: Case, *, early: bool = False) -> Run:
             case.out,
             workspace,
             num_heads=case.num_heads,
-            scale=HEAD_DIM**-0.5,
+            scale=case.head_dim**-0.5,
             early_reads=early,
         )
 
@@ -132,13 +133,13 @@ def flashinfer_fa2(case: Case, space: torch.Tensor) -> Run:
         last_page,
         case.num_heads,
         KV_HEADS,
-        HEAD_DIM,
+        case.head_dim,
         case.page_size,
         pos_encoding_mode="NONE",
         q_data_type=DTYPE,
         kv_data_type=DTYPE,
     )
-    query, out = (part.view(batch, case.num_heads, HEAD_DIM) for part in (case.query, case.out))
+    query, out = (part.view(batch, case.num_heads, case.head_dim) for part in (case.query, case.out))
     return lambda pages: wrapper.run(query, pages, out=out)
 
 
@@ -147,7 +148,7 @@ def flashinfer_xqa(case: Case, space: torch.Tensor) -> Run:
     from flashinfer.xqa import xqa
 
     batch = len(case.slots)
-    query, out = (part.view(batch, 1, case.num_heads, HEAD_DIM) for part in (case.query, case.out))
+    query, out = (part.view(batch, 1, case.num_heads, case.head_dim) for part in (case.query, case.out))
     semaphores = torch.zeros(1 << 20, device="cuda", dtype=torch.int32).view(torch.uint32)
     lengths = case.lengths.view(batch, 1).view(torch.uint32)
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
@@ -197,7 +198,7 @@ def check(case: Case, name: str, run: Run) -> None:
     rows = torch.tensor(sorted({0, len(case.slots) - 1}), device="cuda")
     expected = torch.empty(len(rows), case.out.shape[1], device="cuda", dtype=torch.float64)
     arguments = (case.query[rows], case.layers[0], case.table, case.slots[rows], case.lengths[rows], expected, None)
-    ref.paged_decode(*arguments, num_heads=case.num_heads, scale=HEAD_DIM**-0.5)
+    ref.paged_decode(*arguments, num_heads=case.num_heads, scale=case.head_dim**-0.5)
     error = float((case.out[rows].double() - expected).norm() / expected.norm())
     if not error < ALLOWED_ERROR:
         raise SystemExit(f"{name} is wrong: relative error {error}")
@@ -271,15 +272,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs="*", default=[32, 16])
     parser.add_argument("--peers", nargs="*", default=["fa2", "xqa"])
     parser.add_argument("--fp8", action="store_true", help="fp8 pages; leave the peers out")
+    parser.add_argument("--head-dim", type=int, default=128, help="64, 128 or 256; peers are prepared for 128")
     parser.add_argument("--ceiling", type=float, default=CEILING_GBPS)
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}, head_dim {HEAD_DIM}, {KV_HEADS} kv heads"
-    )
+    shape = f"head_dim {options.head_dim}, {KV_HEADS} kv heads{', fp8 pages' if options.fp8 else ''}"
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}, {shape}")
     print(f"{'heads':>5}{'page':>5}{'batch':>6}{'context':>8}{'us':>9}{'early':>9}{'frac':>7}{'ratio':>7} best peer")
     space = torch.zeros(SPACE_BYTES, device="cuda", dtype=torch.uint8)
     ratios, fractions, peers = [], [], list(options.peers)
@@ -287,7 +288,7 @@ def main() -> None:
         for page in options.page:
             for batch in options.batch:
                 for context in options.context:
-                    case = make_case(batch, context, page, heads, fp8=options.fp8)
+                    case = make_case(batch, context, page, heads, options.head_dim, fp8=options.fp8)
                     ratio, fraction = report(case, measure(case, runs_of(case, peers, space)), options.ceiling)
                     ratios.append(ratio)
                     fractions.append(fraction)

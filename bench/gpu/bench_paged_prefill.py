@@ -1,8 +1,9 @@
-"""Prefill and append attention over pages, bf16, head_dim 128, causal: ours against FlashInfer and torch, in TFLOP/s.
+"""Prefill and append attention over pages, bf16, causal: ours against FlashInfer and torch, in TFLOP/s.
 
 Times are of CUDA graph replays (median of 5) that rotate over three sets of K and V.  Every peer's result is compared
 with ours first.  Ratio: our rate over the peer's.
-Run: PYTHONPATH=. python bench/gpu/bench_paged_prefill.py [--heads 32] [--page 16] [--peers fa2,fa3,flash,cudnn]
+Run: PYTHONPATH=. python bench/gpu/bench_paged_prefill.py [--heads 32] [--page 16] [--head-dim 64]
+[--peers fa2,fa3,flash,cudnn]
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from edgellm.kernels.cu.launch import device_limits
 from edgellm.kernels.cu.paged_prefill import paged_prefill, paged_prefill_workspace
 
-HEAD_DIM, KV_HEADS = 128, 8
+KV_HEADS = 8
 CASES = (
     (1, 512, 0),
     (1, 2048, 0),
@@ -32,6 +33,8 @@ CASES = (
     (1, 8192, 8192),
     (8, 512, 0),
     (8, 512, 8192),
+    (1, 93, 16384),
+    (1, 32, 16384),
 )
 SETS = 3
 REPLAYS = 5
@@ -56,6 +59,7 @@ class Work:
     rows: int
     past: int
     heads: int
+    head_dim: int
     page_size: int
     query: torch.Tensor
     pages: list[torch.Tensor]
@@ -68,25 +72,26 @@ class Work:
     @property
     def flops(self) -> float:
         seen = self.rows * self.past + self.rows * (self.rows + 1) / 2
-        return 4.0 * self.batch * self.heads * HEAD_DIM * seen
+        return 4.0 * self.batch * self.heads * self.head_dim * seen
 
     def contiguous(self, index: int, repeats: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a set, each (batch, KV_HEADS * repeats, keys, HEAD_DIM)."""
+        """K and V of a set, each (batch, KV_HEADS * repeats, keys, head_dim)."""
         parts = self.pages[index][self.page_table.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
         key, value = parts.repeat_interleave(repeats, dim=2).contiguous()
         return key, value
 
 
-def make_work(batch: int, rows: int, past: int, heads: int, page_size: int) -> Work:
+def make_work(batch: int, rows: int, past: int, heads: int, head_dim: int, page_size: int) -> Work:
     per_sequence = -(-(past + rows) // page_size)
-    shape = (batch * per_sequence, 2, KV_HEADS, page_size, HEAD_DIM)
+    shape = (batch * per_sequence, 2, KV_HEADS, page_size, head_dim)
     return Work(
         batch=batch,
         rows=rows,
         past=past,
         heads=heads,
+        head_dim=head_dim,
         page_size=page_size,
-        query=torch.randn(batch * rows, heads * HEAD_DIM, device="cuda").bfloat16(),
+        query=torch.randn(batch * rows, heads * head_dim, device="cuda").bfloat16(),
         pages=[torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)],
         page_table=torch.randperm(shape[0], device="cuda").int().view(batch, per_sequence),
     )
@@ -122,7 +127,7 @@ def graph_us(calls: list[Call]) -> float:
 
 
 def ours(work: Work, **way: bool) -> list[Call]:
-    size = paged_prefill_workspace(work.heads, HEAD_DIM, device_limits(work.query.device))
+    size = paged_prefill_workspace(work.heads, work.head_dim, device_limits(work.query.device))
     out = torch.empty_like(work.query)
     operands: dict[str, Any] = {
         "page_table": work.page_table,
@@ -131,7 +136,7 @@ def ours(work: Work, **way: bool) -> list[Call]:
         "past_len": torch.full((work.batch,), work.past, device="cuda", dtype=torch.int32),
         "out": out,
         "num_heads": work.heads,
-        "scale": HEAD_DIM**-0.5,
+        "scale": work.head_dim**-0.5,
         "workspace": torch.empty(size, device="cuda", dtype=torch.uint8),
     }
 
@@ -158,13 +163,13 @@ def flashinfer_calls(work: Work, backend: str) -> list[Call]:
         torch.full((work.batch,), (work.keys - 1) % work.page_size + 1, dtype=torch.int32),
         work.heads,
         KV_HEADS,
-        HEAD_DIM,
+        work.head_dim,
         work.page_size,
         causal=True,
         q_data_type=torch.bfloat16,
         kv_data_type=torch.bfloat16,
     )
-    query = work.query.view(-1, work.heads, HEAD_DIM)
+    query = work.query.view(-1, work.heads, work.head_dim)
     out = torch.empty_like(query)
 
     def call(pages: torch.Tensor) -> Call:
@@ -175,7 +180,7 @@ def flashinfer_calls(work: Work, backend: str) -> list[Call]:
 
 def torch_calls(work: Work, backend: SDPBackend) -> list[Call]:
     """Torch's attention over contiguous K and V; for a past they are repeated to all heads outside the timing."""
-    query = work.query.view(work.batch, work.rows, work.heads, HEAD_DIM).transpose(1, 2)
+    query = work.query.view(work.batch, work.rows, work.heads, work.head_dim).transpose(1, 2)
     repeats = work.heads // KV_HEADS if work.past else 1
     bias = causal_lower_right(work.rows, work.keys) if work.past else None
 
@@ -186,7 +191,7 @@ def torch_calls(work: Work, backend: SDPBackend) -> list[Call]:
                     out = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
                 else:
                     out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2).reshape(-1, work.heads * HEAD_DIM)
+            return out.transpose(1, 2).reshape(-1, work.heads * work.head_dim)
 
         return run
 
@@ -235,6 +240,7 @@ def cell(work: Work, name: str, calls: list[Call], expected: torch.Tensor, our_u
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", type=int, action="append")
+    parser.add_argument("--head-dim", type=int, default=128, help="64, 128 or 256; FlashInfer is prepared for 128")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--peers", default="fa2,fa3,flash,cudnn")
     parser.add_argument("--case", action="append", help="batch,rows,past")
@@ -243,7 +249,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ours, then each peer: TFLOP/s, our ratio")
     for heads in arguments.heads or (32, 16):
         for batch, rows, past in cases:
-            report(make_work(batch, rows, past, heads, arguments.page), arguments.peers.split(","))
+            report(make_work(batch, rows, past, heads, arguments.head_dim, arguments.page), arguments.peers.split(","))
             torch.cuda.empty_cache()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from edgellm.errors import AdmissionError
 from edgellm.foreign import describe_error, describe_value
+from edgellm.session._token_list import int64_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -107,6 +108,9 @@ def _as_integers(ids: Any) -> npt.NDArray[Any]:
         raise AdmissionError(f"prompt_token_ids is a {type(ids).__name__}; pass one flat list of integers")
     if not len(ids):
         return np.zeros(0, dtype=np.int64)
+    plain = int64_of(ids) if type(ids) is list else None
+    if plain is not None:
+        return plain
     try:
         array = np.asarray(ids)
     except Exception:

@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(PrefillShape<T, KV, D, kSegments>::kThreads,
   const int tile_row = tile * Shape::kTileRows;
   const int last_row = min(tile_row + Shape::kTileRows, rows.tokens * p.group) - 1;
   const KeyRange range = key_range(p, rows, tile_row / p.group, last_row / p.group);
-  const KeyParts parts = key_parts(p, range);
+  const KeyParts parts = key_parts(p, range, splits_for(p, count_row_tiles(p, Shape::kTileRows)));
   const int part = blockIdx.z;
   if (part >= parts.count) return;
   const int first_key = max(parts.base + part * parts.step, range.begin);
@@ -437,7 +437,8 @@ __global__ void __launch_bounds__(128) paged_prefill_merge(const __grid_constant
   const int packed = (token_row - rows.query_start) * p.group + head % p.group;
   const int tile_row = packed / p.tile_rows * p.tile_rows;
   const int last_row = min(tile_row + p.tile_rows, rows.tokens * p.group) - 1;
-  const KeyParts parts = key_parts(p, key_range(p, rows, tile_row / p.group, last_row / p.group));
+  const KeyRange range = key_range(p, rows, tile_row / p.group, last_row / p.group);
+  const KeyParts parts = key_parts(p, range, splits_for(p, count_row_tiles(p, p.tile_rows)));
   if (parts.count == 1) return;
   const int column = threadIdx.x % kWarp * kEach;
   float maximum = negative_infinity(), sum = 0.0f, total[kEach] = {};

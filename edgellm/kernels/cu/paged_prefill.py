@@ -22,6 +22,7 @@ KEY_TILE = 64
 WARP_ROWS = 16
 MAX_RING = 4
 MAX_SPLITS = 64
+MAX_PADDING = 127  # rows of a step that may be padding; of fewer than twice as many, half
 MERGE_THREADS = 128
 WARPGROUP_ARCH = 90
 WARPGROUP_MISSING = ((256, True),)  # (head_dim, deterministic): the sums of segments do not fit shared memory
@@ -101,9 +102,9 @@ class PrefillLaunch:
     merge: LaunchConfig | None
     by_warpgroups: bool
     tile_rows: int
-    row_tiles: int  # at most, of all sequences
     ring: int
-    splits: int
+    blocks: int  # that run at the same time
+    splits: int  # blocks that share a tile's keys, at most: how many do follows from the tiles that there are
     parts: int
 
 
@@ -181,8 +182,8 @@ def paged_prefill(
     workspace_bytes = 0 if workspace is None else workspace.numel()
     launch = launch_config(shape, limits, workspace_bytes, by_warpgroups=by_warpgroups)
     params = operands.params(layout)
-    params.tile_rows, params.row_tiles = launch.tile_rows, launch.row_tiles
-    params.ring, params.splits = launch.ring, launch.splits
+    params.tile_rows, params.ring = launch.tile_rows, launch.ring
+    params.blocks, params.splits = launch.blocks, launch.splits
     params.deterministic = int(deterministic)
     if launch.merge is not None and workspace is not None:
         params.partial_out = workspace.data_ptr()
@@ -320,8 +321,10 @@ def launch_config(
             f"{shape.num_rows} rows make {tiles} tiles; {MAX_GRID_YZ} fit one launch, pass fewer rows at once"
         )
     room = workspace_bytes // (shape.num_rows * shape.num_heads * _state_bytes(shape.head_dim))
-    free = limits.sm_count * block.per_sm // (tiles * shape.num_kv_heads)
-    splits, parts = _spread(shape, free, room)
+    blocks = limits.sm_count * block.per_sm
+    fewest_rows = max(1, shape.num_rows // 2, shape.num_rows - MAX_PADDING)
+    fewest_tiles = -(-fewest_rows * shape.num_heads // (shape.num_kv_heads * block.rows))
+    splits, parts = _spread(shape, blocks // (fewest_tiles * shape.num_kv_heads), room)
     merge_blocks = -(-shape.num_rows * shape.num_heads * 32 // MERGE_THREADS)
     items = shape.num_kv_heads * tiles * splits
     grid = (min(items, limits.sm_count), 1, 1) if by_warpgroups else (shape.num_kv_heads, tiles, splits)
@@ -330,8 +333,8 @@ def launch_config(
         merge=LaunchConfig((merge_blocks, 1, 1), (MERGE_THREADS, 1, 1)) if splits > 1 else None,
         by_warpgroups=by_warpgroups,
         tile_rows=block.rows,
-        row_tiles=tiles,
         ring=block.ring,
+        blocks=blocks,
         splits=splits,
         parts=parts,
     )
@@ -341,7 +344,8 @@ def _spread(shape: PrefillShape, free: int, room: int) -> tuple[int, int]:
     """(splits, parts): blocks that share a tile's keys, and states a row that they store.
 
     Args:
-        free: row tiles' worth of blocks that run at the same time.  room: states a row that the workspace holds.
+        free: blocks that run at the same time, for each row tile of a step with few of them.
+        room: states a row that the workspace holds.
     """
     if free < 2:
         return 1, 1

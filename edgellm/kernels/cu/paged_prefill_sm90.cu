@@ -22,8 +22,8 @@ constexpr int kGroupRows = 64;
 constexpr int kSm90Rows = kConsumers * kGroupRows;
 constexpr int kSm90Threads = (kConsumers + 1) * kGroupThreads;
 constexpr int kPlacesDeep = 2;  // tiles of keys, and of values, in shared memory
-constexpr int kLoaderRegisters = 56;
-constexpr int kConsumerRegisters = 224;
+constexpr int kLoaderRegisters = 72;
+constexpr int kConsumerRegisters = 216;
 
 // Shared memory: places for query rows, places for key and value tiles in turn, all as panels of 64 columns; barriers
 // (two for each place, full and empty); what the items are, one record for each place of query rows; with segments the
@@ -99,18 +99,18 @@ struct Sm90Block {
 
   // ---- the loading warpgroup ----
 
-  // The index-th item of the batch; false if there is none.
-  __device__ __forceinline__ bool find_item(int index, Item& item) const {
+  // The index-th item of the batch, of `tiles` row tiles; false if there is none.
+  __device__ __forceinline__ bool find_item(int index, int tiles, int splits, Item& item) const {
     item.head = index % p.num_kv_heads;
     index /= p.num_kv_heads;
-    item.part = index / p.row_tiles;
+    item.part = index / tiles;
     int sequence, row_tile;
-    if (!find_row_tile(p, p.row_tiles - 1 - index % p.row_tiles, kSm90Rows, sequence, row_tile)) return false;
+    if (!find_row_tile(p, tiles - 1 - index % tiles, kSm90Rows, sequence, row_tile)) return false;
     item.rows = sequence_rows(p, sequence);
     item.tile_row = row_tile * kSm90Rows;
     const int last_row = min(item.tile_row + kSm90Rows, item.rows.tokens * p.group) - 1;
     const KeyRange range = key_range(p, item.rows, item.tile_row / p.group, last_row / p.group);
-    const KeyParts parts = key_parts(p, range);
+    const KeyParts parts = key_parts(p, range, splits);
     const int first_key = parts.base + item.part * parts.step;
     item.parts = parts.count;
     item.first_key = range.begin;
@@ -244,11 +244,12 @@ struct Sm90Block {
   __device__ __forceinline__ void load_all() const {
     RingStep step{0, 1}, query_step{0, 1};
     u32 pending = 0;
-    const int blocks = gridDim.x, total = p.num_kv_heads * p.row_tiles * p.splits;
+    const int tiles = uniform(count_row_tiles(p, kSm90Rows)), splits = splits_for(p, tiles);
+    const int blocks = gridDim.x, total = p.num_kv_heads * tiles * splits;
     Item item;
     for (int round = 0; round * blocks < total; ++round) {
       const int index = round * blocks + (round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x);
-      if (index >= total || !find_item(index, item)) continue;
+      if (index >= total || !find_item(index, tiles, splits, item)) continue;
       wait_for_room(query_empty(query_step.place), query_step.parity, pending);
       if (threadIdx.x == 0) *record(query_step.place) = item;
       load_query(item, query(query_step.place));

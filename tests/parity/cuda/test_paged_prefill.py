@@ -203,6 +203,15 @@ def test_few_rows_are_spread() -> None:
     assert launch_config(dataclasses.replace(tree, max_keys=1023), H200, WORKSPACE_BYTES).splits == 1
 
 
+def test_padded_steps_have_room_to_spread_what_is_real() -> None:
+    """The device divides by the tiles that there are: 93 rows of 128 make 3 of 4, and 5 blocks can share each."""
+    padded = dataclasses.replace(CHUNK, num_rows=128)
+    launch = launch_config(padded, H200, paged_prefill_workspace(32, 128, H200))
+    assert launch.blocks // (8 * 3) == 5 <= launch.splits
+    full = dataclasses.replace(CHUNK, num_rows=2048)
+    assert launch_config(full, H200, WORKSPACE_BYTES).merge is None
+
+
 def test_deterministic_rows_are_spread_by_segment() -> None:
     row = dataclasses.replace(CHUNK, num_rows=1, deterministic=True, max_keys=16 * SEGMENT_TOKENS)
     assert launch_config(row, H200, WORKSPACE_BYTES).parts == 16

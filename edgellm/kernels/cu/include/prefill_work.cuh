@@ -32,8 +32,8 @@ struct PagedPrefillParams {
   int mask_words;
   int window;               // 0: none
   int tile_rows;
-  int row_tiles;            // at most, of all sequences
-  int splits;               // blocks that share the keys of a row tile (grid z)
+  int splits;               // blocks that share the keys of a row tile, at most
+  int blocks;               // that run at the same time
   int ring;                 // key or value tiles in shared memory, 2 to 4
   int deterministic;
   int head_dim;             // where it is no template argument
@@ -79,14 +79,37 @@ __device__ __forceinline__ int row_tiles(const PagedPrefillParams& p, int sequen
   return ceil_div((p.query_start[sequence + 1] - p.query_start[sequence]) * p.group, tile_rows);
 }
 
+__device__ __forceinline__ int neighbouring_row_tiles(const PagedPrefillParams& p, int first, int each,
+                                                      int tile_rows) {
+  int tiles = 0;
+#pragma unroll 4
+  for (int i = 0; i < each; ++i) tiles += row_tiles(p, first + i, tile_rows);
+  return tiles;
+}
+
+// Row tiles that there are: fewer than the host, which does not know the lengths, makes room for.  Called by whole
+// warps.
+__device__ __forceinline__ int count_row_tiles(const PagedPrefillParams& p, int tile_rows) {
+  const int each = ceil_div(p.num_sequences, kWarp);
+  int tiles = neighbouring_row_tiles(p, threadIdx.x % kWarp * each, each, tile_rows);
+#pragma unroll
+  for (int apart = kWarp / 2; apart > 0; apart /= 2) tiles += __shfl_xor_sync(kFullMask, tiles, apart);
+  return tiles;
+}
+
+// Blocks that share the keys of each row tile: as many as there is room for beside each other.  Deterministic mode: the
+// host's number, on which no bits depend.
+__device__ __forceinline__ int splits_for(const PagedPrefillParams& p, int tiles) {
+  if (p.deterministic || p.splits == 1) return p.splits;
+  return min(p.splits, max(1, p.blocks / max(1, tiles * p.num_kv_heads)));
+}
+
 // Sequence and tile of the index-th row tile of the batch; false past the last.  Called by whole warps: every lane
 // counts the tiles of some neighbouring sequences, a scan finds the lane, the lane finds the sequence.
 __device__ __forceinline__ bool find_row_tile(const PagedPrefillParams& p, int index, int tile_rows, int& sequence,
                                               int& tile) {
   const int lane = threadIdx.x % kWarp, each = ceil_div(p.num_sequences, kWarp), first = lane * each;
-  int own = 0;
-#pragma unroll 4
-  for (int i = 0; i < each; ++i) own += row_tiles(p, first + i, tile_rows);
+  const int own = neighbouring_row_tiles(p, first, each, tile_rows);
   int end = own;
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {
@@ -147,19 +170,19 @@ __device__ __forceinline__ KeyRange key_range(const PagedPrefillParams& p, const
 // A row tile's keys in parts, each an own softmax: part i holds keys [base + i * step, base + (i + 1) * step) of the
 // range.  Deterministic mode: segments at absolute positions, so that a row's parts do not depend on its tile (what a
 // neighbour adds at either end is masked for this row: an empty part, which merging leaves without a trace).
-// Otherwise about equal parts, one a block.
+// Otherwise about equal parts, one for each of `splits` blocks.
 struct KeyParts {
   int base, step, count;
 };
 
-__device__ __forceinline__ KeyParts key_parts(const PagedPrefillParams& p, const KeyRange& range) {
+__device__ __forceinline__ KeyParts key_parts(const PagedPrefillParams& p, const KeyRange& range, int splits) {
   if (p.deterministic) {
     int base = range.begin / kSegmentTokens * kSegmentTokens;
     return {base, kSegmentTokens, ceil_div(range.end - base, kSegmentTokens)};
   }
   int base = range.begin / kPartUnit * kPartUnit;
-  int step = ceil_div(ceil_div(range.end - base, p.splits), kPartUnit) * kPartUnit;
-  if (p.splits > 1) step = max(step, kMinPartTokens);
+  int step = ceil_div(ceil_div(range.end - base, splits), kPartUnit) * kPartUnit;
+  if (splits > 1) step = max(step, kMinPartTokens);
   return {base, step, ceil_div(range.end - base, step)};
 }
 
