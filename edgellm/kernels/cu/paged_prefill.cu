@@ -143,7 +143,7 @@ struct PrefillBlock {
 
   // What is wanted now and then only, in shared memory because registers are short: the sequence's rows, the tile's
   // first packed row; then, for each warp, the keys that any of its rows sees ([0] to [1]) and those that all of them
-  // see ([2] to [3]).  All warps write the same rows.
+  // see ([2] to [3]).
   __device__ __forceinline__ volatile int* record() const {
     return reinterpret_cast<volatile int*>(shared - Shape::kRecordBytes);
   }
@@ -174,10 +174,11 @@ struct PrefillBlock {
     return reinterpret_cast<const float*>(tile + Loader::kTileBytes);
   }
 
-  __device__ __forceinline__ void setup_loader(const KeyRange& range, int first_key, int stop_key) {
-    loader.table = p.page_table + static_cast<i64>(rows().slot) * p.pages_per_slot;
+  __device__ __forceinline__ void setup_loader(const SequenceRows& rows, const KeyRange& range, int first_key,
+                                               int stop_key) {
+    loader.table = p.page_table + static_cast<i64>(rows.slot) * p.pages_per_slot;
     loader.begin = range.begin;
-    loader.end = min(rows().keys(), p.pages_per_slot << p.page_shift);
+    loader.end = min(rows.keys(), p.pages_per_slot << p.page_shift);
     loader.tile = first_key / kKeyTile;
     loader.stop_tile = ceil_div(stop_key, kKeyTile);
     loader.start();
@@ -328,18 +329,29 @@ struct PrefillBlock {
   }
 
   __device__ __forceinline__ void write_record(const SequenceRows& rows, int tile_row) const {
-    volatile int* values = record();
-    values[0] = rows.slot, values[1] = rows.query_start, values[2] = rows.tokens, values[3] = rows.past;
-    values[4] = tile_row;
-    const int last_row = rows.tokens * p.group - 1, row = tile_row + warp_row();
+    if (threadIdx.x == 0) {
+      volatile int* values = record();
+      values[0] = rows.slot;
+      values[1] = rows.query_start;
+      values[2] = rows.tokens;
+      values[3] = rows.past;
+      values[4] = tile_row;
+    }
+    if (threadIdx.x % kWarp == 0) write_limits(rows, tile_row + warp_row());
+    __syncthreads();
+  }
+
+  // The keys that rows of this warp see, the first of which is packed row `row`.
+  __device__ __forceinline__ void write_limits(const SequenceRows& rows, int row) const {
+    const int last_row = rows.tokens * p.group - 1;
     const int first = min(row, last_row) / p.group, last = min(row + Shape::kWarpRows - 1, last_row) / p.group;
     const bool tree = p.tree_mask != nullptr;
     const KeyRange seen = key_range(p, rows, first, last);
-    values = own_limits();
-    values[0] = seen.begin, values[1] = seen.end;
+    volatile int* values = own_limits();
+    values[0] = seen.begin;
+    values[1] = seen.end;
     values[2] = p.window > 0 ? (tree ? rows.keys() : rows.past + last + 1) - p.window : 0;
     values[3] = tree ? rows.past : rows.past + first + 1;
-    __syncthreads();  // every warp writes the record, all the same; none reads while another writes
   }
 
   // Walks over the key tiles from first_key to stop_key.  direct: the result is final; otherwise parts first_part,
@@ -415,7 +427,7 @@ __global__ void __launch_bounds__(PrefillShape<T, KV, D, kSegments>::kThreads,
   const int stop_key = kSegments ? range.end : min(range.end, parts.base + (part + 1) * parts.step);
   Block block{p, shared, shared_address(shared), {p}};
   block.write_record(rows, tile_row);
-  block.setup_loader(range, first_key, stop_key);
+  block.setup_loader(rows, range, first_key, stop_key);
   load_query<T, D, Shape::kFp8, Shape::kThreads>(p, rows, block.kv_head(), tile_row, Shape::kTileRows, block.query,
                                                  shared);
   block.walk(part, p.splits == 1 || parts.count == 1, first_key / kKeyTile);

@@ -26,8 +26,8 @@ constexpr int kLoaderRegisters = 72;
 constexpr int kConsumerRegisters = 216;
 
 // Shared memory: places for query rows, places for key and value tiles in turn, all as panels of 64 columns; barriers
-// (two for each place, full and empty); what the items are, one record for each place of query rows; with segments the
-// sums of those done, four floats of all consuming threads after the other.
+// (two for each place, full and empty); what the items are, two records in turn; with segments the sums of those done,
+// four floats of all consuming threads after the other.
 template <int D, bool kSegments>
 struct Sm90Layout {
   static constexpr int kKeys = D == 256 ? 64 : 128;  // of a tile
@@ -82,8 +82,9 @@ struct Sm90Block {
   __device__ __forceinline__ u32 empty(int place) const { return full(place) + 8; }
   __device__ __forceinline__ u32 query_full(int place) const { return full(Layout::kPlaces + place); }
   __device__ __forceinline__ u32 query_empty(int place) const { return query_full(place) + 8; }
-  __device__ __forceinline__ Item* record(int place) const {
-    return reinterpret_cast<Item*>(shared + Layout::kRecords) + place;
+  __device__ __forceinline__ Item* record(int turn) const {
+    static_assert(Layout::kRecords + 2 * sizeof(Item) <= Layout::kTotals, "the records overlap the sums");
+    return reinterpret_cast<Item*>(shared + Layout::kRecords) + turn;
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -243,6 +244,7 @@ struct Sm90Block {
 
   __device__ __forceinline__ void load_all() const {
     RingStep step{0, 1}, query_step{0, 1};
+    int turn = 0;  // of the records
     u32 pending = 0;
     const int tiles = uniform(count_row_tiles(p, kSm90Rows)), splits = splits_for(p, tiles);
     const int blocks = gridDim.x, total = p.num_kv_heads * tiles * splits;
@@ -251,7 +253,8 @@ struct Sm90Block {
       const int index = round * blocks + (round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x);
       if (index >= total || !find_item(index, tiles, splits, item)) continue;
       wait_for_room(query_empty(query_step.place), query_step.parity, pending);
-      if (threadIdx.x == 0) *record(query_step.place) = item;
+      if (threadIdx.x == 0) *record(turn) = item;
+      turn ^= 1;
       load_query(item, query(query_step.place));
       copies_issued(query_full(query_step.place), pending);
       query_step.advance(1, Layout::kQueryPlaces);
@@ -260,7 +263,7 @@ struct Sm90Block {
     cp_async_wait<0>();
     if (pending) publish(pending);
     barrier_wait(query_empty(query_step.place), query_step.parity);
-    if (threadIdx.x == 0) record(query_step.place)->head = -1;
+    if (threadIdx.x == 0) record(turn)->head = -1;
     barrier_arrive(query_full(query_step.place));
   }
 };
@@ -274,6 +277,7 @@ struct Sm90Consumer {
   const PagedPrefillParams& p;
   int group;  // which of the consumers
   RingStep keys, values, queries;
+  int turn;          // of the records
   const Item* item;  // in shared memory: registers are short
   int first_row;  // of the warpgroup, packed
   int common_begin, common_end;
@@ -538,7 +542,8 @@ struct Sm90Consumer {
 
   __device__ __forceinline__ bool next_item() {
     barrier_wait(block.query_full(queries.place), queries.parity);
-    item = block.record(queries.place);
+    item = block.record(turn);
+    turn ^= 1;
     if (uniform(item->head) < 0) return false;
     first_row = item->tile_row + group * kGroupRows;
     find_common_keys();
@@ -547,6 +552,7 @@ struct Sm90Consumer {
 
   __device__ __forceinline__ void run() {
     keys = {0, 0}, values = {1, 0}, queries = {0, 0};
+    turn = 0;
     first_turn();
     while (next_item()) {
       attend();

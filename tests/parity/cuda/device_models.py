@@ -12,6 +12,7 @@ from edgellm.models.config import ModelConfig, RopeConfig
 from edgellm.models.device_ops import cuda_ops
 from edgellm.models.loader import LoadedModel
 from edgellm.models.registry import Architecture
+from edgellm.models.weights import tensors_of
 from edgellm.runtime.batch import RaggedBatch
 from edgellm.runtime.device_cuda import CudaDevice
 from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits, attention_mode
@@ -49,7 +50,7 @@ def small_model(dtype: torch.dtype, *, device: str = "cuda", **changes: Any) -> 
     config = small_config(**changes)
     source = random_model(config, dtype=torch.float32, seed=17, spread=0.08)
     model = random_model(config, dtype=dtype, device=device)
-    for target, values in zip(model.weights._tensors(), source.weights._tensors(), strict=True):
+    for target, values in zip(tensors_of(model.weights), tensors_of(source.weights), strict=True):
         target.copy_(values)
     return model
 

@@ -23,6 +23,7 @@ from parity.test_tiny_models import VARIANTS, check, make_reference
 from ragged import GreedySequence, permuted_page_rows, ragged_batch, run_greedy
 
 from edgellm.models.loader import load_model
+from edgellm.models.weights import tensors_of
 from edgellm.runtime.cuda_graphs import StepGraphs
 from edgellm.runtime.executor_cpu import CpuExecutor
 from edgellm.runtime.executor_cuda import full_precision
@@ -194,7 +195,7 @@ def test_weights_are_loaded_as_the_host_would(tmp_path: Path) -> None:
     make_reference("qwen3-tied-sharded", tmp_path)
     host = load_model(tmp_path, dtype="bfloat16", device="cpu")
     device = load_model(tmp_path, dtype="bfloat16", device="cuda")
-    for ours, theirs in zip(device.weights._tensors(), host.weights._tensors(), strict=True):
+    for ours, theirs in zip(tensors_of(device.weights), tensors_of(host.weights), strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
 
