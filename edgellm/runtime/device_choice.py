@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from edgellm.errors import InvalidArgumentError, KernelError
 from edgellm.log import get_logger
+from edgellm.memory import count
 
 if TYPE_CHECKING:
     from edgellm.kernels.cu.spec import KernelSpec
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MIN_CAPABILITY = (8, 0)
+MAX_INDEX = 127  # torch keeps a device's number in 8 bits
+_NUMBERED = re.compile(r"cuda:(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ def choose_device(wanted: str) -> DeviceChoice:
     """The device that "auto", "cpu", "cuda" or "cuda:N" stands for; the log says which and why.
 
     Raises:
-        InvalidArgumentError: a CUDA device was asked for by name and cannot be used; the message says why.
+        InvalidArgumentError: no such name, or a CUDA device was asked for by name and cannot be used; the message says
+            why.
     """
     if wanted == "cpu":
         return DeviceChoice(torch.device("cpu"), "it was asked for")
@@ -42,11 +47,22 @@ def choose_device(wanted: str) -> DeviceChoice:
         level = logger.info if choice.device.type == "cuda" or not torch.cuda.is_available() else logger.warning
         level("computing on %s: %s", choice.device, choice.reason)
         return choice
-    device = _current() if wanted == "cuda" else torch.device(wanted)
+    device = _named(wanted)
     refusal = why_unusable(device)
     if refusal:
         raise InvalidArgumentError(f"device is {wanted!r}, which cannot be used: {refusal}; or pass device='cpu'")
     return DeviceChoice(device, "it was asked for")
+
+
+def _named(wanted: str) -> torch.device:
+    if wanted == "cuda":
+        return _current()
+    match = _NUMBERED.fullmatch(wanted)
+    if match is None or len(match[1]) > 3 or int(match[1]) > MAX_INDEX:
+        raise InvalidArgumentError(
+            f"device is {wanted!r}; 'auto', 'cpu', 'cuda' or 'cuda:N' with N from 0 to {MAX_INDEX} is needed"
+        )
+    return torch.device("cuda", int(match[1]))
 
 
 def _automatic() -> DeviceChoice:
@@ -63,8 +79,11 @@ def why_unusable(device: torch.device) -> str:
         build = "it is a build without CUDA" if torch.version.cuda is None else "no driver or no device"
         return f"torch {torch.__version__} sees no CUDA device ({build})"
     if device.index >= torch.cuda.device_count():
-        return f"torch sees {torch.cuda.device_count()} CUDA devices, numbered from 0"
-    capability = torch.cuda.get_device_capability(device)
+        return f"torch sees {count(torch.cuda.device_count(), 'CUDA device')}, numbered from 0"
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except RuntimeError as error:  # in a forked child of a process that used CUDA, say
+        return f"CUDA cannot be used in this process: {error}"
     if capability < MIN_CAPABILITY:
         return (
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
@@ -91,5 +110,8 @@ def _probe() -> tuple[KernelSpec, tuple[object, ...]]:
 
 
 def _current() -> torch.device:
-    """torch's current CUDA device; number 0 where there is none."""
-    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    """torch's current CUDA device; number 0 where there is none, or where CUDA cannot be used."""
+    try:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    except RuntimeError:  # `why_unusable` says why
+        return torch.device("cuda", 0)

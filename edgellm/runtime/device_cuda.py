@@ -130,6 +130,8 @@ class CudaDevice(Device):
         try:
             torch.cuda.synchronize(self._device)
             torch.zeros(1, device=self._device).cpu()
+        except torch.cuda.OutOfMemoryError:  # that is an answer: memory is full, nothing is broken
+            return True
         except RuntimeError as error:
             logger.error("%s does not answer: %s", self._device, error)
             return False

@@ -12,23 +12,36 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_models_weights import CONFIG, tensors
+from tiny_model import write_tiny_llama, write_tiny_qwen_hybrid
 
 from edgellm.assembly import LoadOptions, _engine_config
+from edgellm.cache.types import DeploymentConfig
 from edgellm.engine.config import SchedulingOptions
 from edgellm.errors import InvalidArgumentError, StepDeviceError, WeightFileError
 from edgellm.memory import MemoryBudget
-from edgellm.models.config import ModelConfig, RopeConfig
+from edgellm.models.config import ModelConfig, RopeConfig, StatePiece
+from edgellm.models.device_graph import row_widths
+from edgellm.models.device_ops import reference_ops
 from edgellm.models.loader import load_model
 from edgellm.models.pinned_upload import PieceReader, PinnedUpload
 from edgellm.models.registry import Architecture
 from edgellm.models.safetensors_source import SafetensorsSource
 from edgellm.models.weights import load_weights, weight_bytes
-from edgellm.runtime import cuda_memory, device_choice, device_cuda
+from edgellm.runtime import cuda_memory, device_choice, device_cuda, placement_cuda
 from edgellm.runtime.cuda_memory import DeviceMemory
+from edgellm.runtime.device import CpuDevice
 from edgellm.runtime.device_cuda import CudaDevice, is_integrated, memory_errors, unified_free_bytes
-from edgellm.runtime.executor_cuda import ExecutorLimits
-from edgellm.runtime.placement import CPU_STEP_TOKENS, CUDA_STEP_TOKENS, CpuPlacement, PlacementOptions, place
-from edgellm.runtime.placement_cuda import check_model
+from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits
+from edgellm.runtime.placement import (
+    CPU_STEP_TOKENS,
+    CUDA_STEP_TOKENS,
+    CpuPlacement,
+    DraftSizes,
+    PlacementOptions,
+    place,
+)
+from edgellm.runtime.placement_cuda import CudaPlacement, check_model
+from edgellm.runtime.step_buckets import StepBuckets
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -54,8 +67,12 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**(values | changes))
 
 
-def limits(num_slots: int = 8, pages_per_slot: int = 1280, step_tokens: int = 2048) -> ExecutorLimits:
-    return ExecutorLimits(num_slots=num_slots, pages_per_slot=pages_per_slot, step_tokens=step_tokens)
+def limits(
+    num_slots: int = 8, pages_per_slot: int = 1280, step_tokens: int = 2048, verify_tokens: int = 1
+) -> ExecutorLimits:
+    return ExecutorLimits(
+        num_slots=num_slots, pages_per_slot=pages_per_slot, step_tokens=step_tokens, verify_tokens=verify_tokens
+    )
 
 
 # ---- memory ---------------------------------------------------------------------------------------------
@@ -66,14 +83,35 @@ def test_weight_bytes_of_a_known_model() -> None:
     assert weight_bytes(config(), torch.bfloat16) == 2 * 8_190_735_360
 
 
+def graph(**changes: Any) -> Any:
+    """What the memory plan asks a device graph, of a model with no weights."""
+    shape = config(**changes)
+    return SimpleNamespace(
+        config=shape,
+        row_widths=row_widths(shape),
+        float_widths={"angles": shape.head_dim},
+        workspace_bytes=lambda *, tokens, rows: 0,
+    )
+
+
 def test_scratch_grows_with_the_step_and_the_batch_and_not_with_the_context() -> None:
-    small = cuda_memory.scratch_bytes(config(), torch.bfloat16, limits())
-    assert cuda_memory.scratch_bytes(config(), torch.bfloat16, limits(pages_per_slot=128_000)) == small
-    longer = cuda_memory.scratch_bytes(config(), torch.bfloat16, limits(step_tokens=4096))
+    small = cuda_memory.scratch_bytes(graph(), torch.bfloat16, limits())
+    assert cuda_memory.scratch_bytes(graph(), torch.bfloat16, limits(pages_per_slot=128_000)) == small
+    longer = cuda_memory.scratch_bytes(graph(), torch.bfloat16, limits(step_tokens=4096))
     token_bytes = 2 * (2 * 4096 + 6144 + 4096 + 3 * 12_288) + 128 * 4
     assert longer - small == 2048 * token_bytes
-    more = cuda_memory.scratch_bytes(config(), torch.bfloat16, limits(num_slots=9))
-    assert more - small == token_bytes + 2 * 4096 * 2 + 5 * 151_936 * 4  # its token, its selected rows, its logits
+    logit_bytes = 2 * 4096 * 2 + 5 * 151_936 * 4  # its selected rows, its logits
+    more = cuda_memory.scratch_bytes(graph(), torch.bfloat16, limits(num_slots=9))
+    assert more - small == token_bytes + logit_bytes
+    verifying = cuda_memory.scratch_bytes(graph(), torch.bfloat16, limits(verify_tokens=5))
+    # Logits of four more tokens a slot, and three hidden rows a token for a draft.
+    assert verifying - small == 4 * 8 * logit_bytes + 3 * 4096 * 2 * limits().largest_step().tokens
+
+
+def test_graphs_of_verified_rows_are_reserved_as_well() -> None:
+    plain, verifying = cuda_memory.graph_bytes(limits()), cuda_memory.graph_bytes(limits(verify_tokens=5))
+    verified = StepBuckets.of(8, decode_apart=True, verify_tokens=5).verified_at_start()
+    assert verifying - plain == 3 * len(verified) * MIB > 0
 
 
 def test_pool_is_what_weights_scratch_and_graphs_leave() -> None:
@@ -102,9 +140,23 @@ class FakeDevice:
 
 def test_measured_memory_of_a_unified_board() -> None:
     device: Any = FakeDevice(8 * GIB, unified=True)
-    memory = cuda_memory.measure(device, config(), torch.bfloat16, GIB, limits())
+    memory = cuda_memory.measure(device, graph(), torch.bfloat16, GIB, limits())
     assert memory.default_fraction == 0.6
     assert memory.describe().endswith("8.0 GiB free after the weights, shared with the host")
+
+
+def test_state_after_each_verified_token_is_taken_off_the_pool() -> None:
+    pieces = (StatePiece(0, "conv", (64, 3)), StatePiece(0, "state", (4, 128, 128)))
+    hybrid = graph()
+    hybrid.config = SimpleNamespace(recurrent_pieces=pieces, vocab_size=1000, hidden_size=64)
+    device: Any = FakeDevice(8 * GIB)
+    plain = cuda_memory.measure(device, hybrid, torch.bfloat16, GIB, limits())
+    verifying = cuda_memory.measure(device, hybrid, torch.bfloat16, GIB, limits(verify_tokens=5))
+    assert plain.verify_bytes == 0
+    assert verifying.verify_bytes == 8 * 5 * 4 * (64 * 3 + 4 * 128 * 128)
+    assert "state while verifying 10.0 MiB" in verifying.describe()
+    grown = verifying.scratch_bytes + verifying.graph_bytes - plain.scratch_bytes - plain.graph_bytes
+    assert plain.pool_bytes - verifying.pool_bytes == grown + verifying.verify_bytes
 
 
 def test_no_room_for_a_pool_names_what_to_change() -> None:
@@ -112,7 +164,7 @@ def test_no_room_for_a_pool_names_what_to_change() -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"nothing is left for the KV pool on board.*max_batch_size \(now 8\)"
     ):
-        cuda_memory.measure(device, config(), torch.bfloat16, GIB, limits())
+        cuda_memory.measure(device, graph(), torch.bfloat16, GIB, limits())
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
@@ -210,8 +262,45 @@ def test_an_old_or_broken_gpu_is_left_aside_with_a_reason(one_gpu: SimpleNamespa
         device_choice.choose_device("cuda")
 
 
+@pytest.mark.parametrize(
+    "wanted", ["cuda:01", "cuda:128", "cuda:256", "cuda:\u0663", "cuda:" + "9" * 20, "cuda:", "cuda:-1", "mps"]
+)
+def test_what_is_no_device_name_is_refused(one_gpu: SimpleNamespace, wanted: str) -> None:
+    """Torch keeps the number in 8 bits: 256 would be 0, 255 would be -1."""
+    with pytest.raises(InvalidArgumentError, match="'cuda:N' with N from 0 to 127 is needed"):
+        device_choice.choose_device(wanted)
+
+
+def test_a_process_that_cannot_use_cuda_says_so(one_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked child of a process that used CUDA."""
+
+    def refuse(device: object = None) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
+    assert "forked subprocess" in device_choice.choose_device("auto").reason
+    with pytest.raises(InvalidArgumentError, match="forked subprocess"):
+        device_choice.choose_device("cuda")
+
+
+def test_full_memory_is_no_broken_device(one_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer: list[Exception] = [torch.cuda.OutOfMemoryError("full"), RuntimeError("illegal address")]
+
+    def ask(*_args: object, **_options: object) -> None:
+        raise answer[0]
+
+    device = CudaDevice.__new__(CudaDevice)
+    device._device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch, "zeros", ask)
+    assert device.healthy()
+    answer.pop(0)
+    assert not device.healthy()
+
+
 def test_a_number_beyond_the_devices_is_refused(one_gpu: SimpleNamespace) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"cuda:3.*torch sees 1 CUDA devices, numbered from 0"):
+    with pytest.raises(InvalidArgumentError, match=r"cuda:3.*torch sees 1 CUDA device, numbered from 0"):
         device_choice.choose_device("cuda:3")
 
 
@@ -250,18 +339,53 @@ def test_step_budget_follows_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "changes", "message"),
+    ("changes", "message"),
     [
-        (torch.float32, {"head_dim": 20}, r"20 dimensions.*multiples of 8 up to 256 in float32"),
-        (torch.float32, {"head_dim": 264}, r"264 dimensions"),
-        (torch.bfloat16, {"head_dim": 96}, r"96 dimensions.*64, 128, 256 in 16-bit types"),
-        (torch.float16, {"num_heads": 34, "num_kv_heads": 2}, r"17 query heads share a KV head; .* up to 16"),
+        ({"head_dim": 20}, r"20 dimensions.*multiples of 8 up to 512"),
+        ({"head_dim": 260}, r"260 dimensions"),
+        ({"num_heads": 34, "num_kv_heads": 2}, r"17 query heads share a KV head; .* up to 16"),
     ],
 )
-def test_heads_that_no_kernel_serves_are_refused(dtype: torch.dtype, changes: dict[str, int], message: str) -> None:
+def test_heads_that_no_kernel_serves_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        check_model(config(**changes), dtype)
-    check_model(config(), dtype)
+        check_model(config(**changes), torch.bfloat16)
+    check_model(config(head_dim=96), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 4092}, "hidden_size of the model is 4092;.*deterministic=True take multiples of 8"),
+        ({"intermediate_size": 1001}, "intermediate_size of the model is 1001;.*use deterministic=False"),
+    ],
+)
+def test_widths_that_deterministic_kernels_cannot_read_are_refused(
+    changes: dict[str, int], message: str, dtype: torch.dtype
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_model(config(**changes), dtype, deterministic=True)
+    check_model(config(**changes), dtype)  # other kernels serve them
+    check_model(config(**changes), torch.float32, deterministic=True)
+    check_model(config(), dtype, deterministic=True)
+
+
+def test_widths_that_no_16_bit_expert_kernel_reads_are_refused_in_either_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelConfig, "expert_widths", (("moe_intermediate_size", 28),))
+    for deterministic in (False, True):
+        with pytest.raises(InvalidArgumentError, match="moe_intermediate_size of the model is 28;.*dtype='float32'"):
+            check_model(config(), torch.bfloat16, deterministic=deterministic)
+    check_model(config(), torch.float32)
+
+
+def test_a_pool_is_not_sized_for_a_model_that_deterministic_kernels_cannot_read(
+    on_host: CudaPlacement, tmp_path: Path
+) -> None:
+    model = load_model(write_tiny_llama(tmp_path, intermediate_size=60), dtype="bfloat16")
+    assert on_host.size_pool(model, 256).num_pages
+    deterministic = CudaPlacement(torch.device("cpu"), PlacementOptions(deterministic=True, page_size=16))
+    with pytest.raises(InvalidArgumentError, match="intermediate_size of the model is 60"):
+        deterministic.size_pool(model, 256)
 
 
 @pytest.fixture
@@ -314,3 +438,55 @@ def test_device_errors_become_step_device_errors() -> None:
         raise RuntimeError("illegal address")
     with pytest.raises(ValueError, match="not a device's"), device_cuda.device_errors("waiting"):
         raise ValueError("not a device's")
+
+
+# ---- the placement itself, with the host in the place of the GPU ----------------------------------------
+
+
+class HostDevice(CpuDevice):
+    """What a placement asks of a `CudaDevice`."""
+
+    name = "host"
+    is_integrated = False
+
+    def __init__(self, device: object = None) -> None:
+        super().__init__()
+
+    def free_memory_bytes(self) -> int:
+        return 2 * GIB
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> CudaPlacement:
+    monkeypatch.setattr(placement_cuda, "CudaDevice", HostDevice)
+    monkeypatch.setattr(placement_cuda, "cuda_ops", lambda **options: reference_ops())
+    options = PlacementOptions(dtype="float32", kv_budget=1024, page_size=16, max_batch_size=3)
+    return CudaPlacement(torch.device("cpu"), options)
+
+
+@pytest.mark.parametrize("verify_tokens", [1, 4])
+@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen_hybrid])
+def test_what_a_budget_counts_is_what_the_executor_holds(
+    on_host: CudaPlacement, write: Any, verify_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaExecutor, "warm_up", lambda self: 0)  # thousands of padding tokens, token by token
+    model = load_model(write(tmp_path), dtype="float32")
+    draft = DraftSizes(verify_tokens=verify_tokens)
+    budget = on_host.size_pool(model, 256, draft)
+    deployment = DeploymentConfig(
+        max_batch_size=3, max_input_length=256, max_kv_capacity=256, page_size=16, num_pages=budget.num_pages
+    )
+    executor = on_host.build_executor(model, budget, deployment, draft)
+    assert executor.kv_cache.num_bytes == budget.total_bytes
+    recurrent, snapshots = executor._recurrent, executor.resources().snapshot_storage
+    if not model.config.recurrent_pieces:
+        assert recurrent is snapshots is None
+        assert budget.state_bytes == budget.snapshot_bytes == 0
+        return
+    assert recurrent is not None
+    assert recurrent.num_bytes == budget.state_bytes
+    assert snapshots.num_recurrent_slots == snapshots.num_partial_slots == budget.snapshot_slots >= 6
+    held = snapshots.bytes_per_recurrent_slot + snapshots.bytes_per_partial_slot
+    assert held * budget.snapshot_slots == budget.snapshot_bytes
+    assert ("state while verifying" in budget.describe()) == (verify_tokens > 1)
+    assert recurrent.keeps_checkpoints == (verify_tokens > 1)

@@ -16,7 +16,7 @@ from edgellm.kernels.cu import loader
 from edgellm.kernels.cu.launch import LaunchConfig
 from edgellm.kernels.cu.rows import MAX_GRID_YZ
 from edgellm.kernels.cu.spec import KernelSpec, Variant
-from edgellm.kernels.cu.tensors import address, check_rows, check_vector, type_name
+from edgellm.kernels.cu.tensors import address, check_device, check_rows, check_vector, type_name
 
 CHUNK = 8192  # kChunk
 THREADS = 512  # kLogitThreads
@@ -220,7 +220,8 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def check_workspace(workspace: torch.Tensor, num_bytes: int) -> None:
-    """Refuse a workspace that is too small or not aligned to 16 bytes."""
+    """Refuse a workspace that is elsewhere, too small or not aligned to 16 bytes."""
+    check_device("workspace", workspace)
     size = workspace.numel() * workspace.element_size()
     if size < num_bytes or not workspace.is_contiguous() or workspace.data_ptr() % 16:
         raise InvalidArgumentError(

@@ -96,10 +96,9 @@ def test_the_device_is_chosen_and_shown(tiny_model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cuda:99"}, "cuda:99.*CUDA devices, numbered from 0"),
+        ({"device": "cuda:99"}, "cuda:99.*CUDA devices?, numbered from 0"),
         ({"page_size": 8}, "page_size is 8; on a CUDA device it is one of 16, 32, 64, 128"),
         ({"kv_dtype": "fp8", "dtype": "float32"}, "kv_dtype is 'fp8' and the model computes in float32"),
-        ({"dtype": "bfloat16"}, "heads have 16 dimensions.*64, 128, 256 in 16-bit types"),
         ({"kv_budget": "9TB"}, "kv_budget '9TB' needs"),
     ],
 )

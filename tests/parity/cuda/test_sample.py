@@ -15,6 +15,7 @@ from edgellm.kernels.cu.sample import (
     MAX_VOCAB,
     SampleRows,
     SampleStatus,
+    check_workspace,
     launch_config,
     sample,
     sample_workspace,
@@ -319,3 +320,8 @@ def test_device_sanitizer(kind: str) -> None:
         Setting(1e4, 0, 0.5),
     ]
     assert Device(6, 9000).sample(torch.from_numpy(logits).cuda(), settings) == by_host(logits, settings)
+
+
+def test_a_workspace_elsewhere_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="workspace is on cpu; a CUDA tensor is needed"):
+        check_workspace(torch.zeros(64, dtype=torch.uint8), 8)
