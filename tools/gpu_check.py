@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one run with a time budget: build, kernel compile, tests, benches; one text report.
 
-python tools/gpu_check.py --seconds 600 --out results.txt [--only tests|bench]
+python tools/gpu_check.py --seconds 600 --out results.txt [--only tests|bench] [--jobs 8]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -32,13 +33,17 @@ class Step:
     kind: str
 
 
-def steps(python: str, model: str) -> Iterator[Step]:
-    pytest = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations=5")
-    yield Step("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 240, "build")
-    kernels = sorted(path for path in (ROOT / "tests/parity/cuda").glob("test_*.py") if path.name not in LATE_TESTS)
-    yield Step("kernels against references", (*pytest, *map(str, kernels)), 400, "tests")
-    for name in LATE_TESTS:
-        yield Step(name, (*pytest, f"tests/parity/cuda/{name}"), 240, "tests")
+def steps(python: str, model: str, jobs: int) -> Iterator[Step]:
+    build = (python, "setup.py", "--quiet", "build_ext", "--inplace", "--parallel", str(max(1, jobs)))
+    yield Step("build", build, 240, "build")
+    pytest = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    spread = ("-n", str(jobs), "--dist", "loadfile") if jobs > 1 else ()
+    yield Step("tests", (*pytest, *spread, "--durations=5", "tests/parity/cuda"), 900, "tests")
+    if shutil.which("compute-sanitizer"):
+        for tool in ("memcheck", "racecheck"):
+            sanitizer = ("compute-sanitizer", "--tool", tool, "--target-processes", "all", "--error-exitcode", "9")
+            command = (*sanitizer, *pytest, "-k", "sanitizer", "tests/parity/cuda")
+            yield Step(f"sanitizer, {tool}", command, 240, "tests")
     for path in sorted((ROOT / "bench/gpu").glob("bench_*.py")):
         if path.name != "bench_end_to_end.py":
             yield Step(path.name, (python, str(path)), 120, "bench")
@@ -47,7 +52,10 @@ def steps(python: str, model: str) -> Iterator[Step]:
         yield Step(f"end to end {size}", (*bench, "170", "--model", size), 200, "bench")
 
 
-LATE_TESTS = ("test_models.py", "test_cuda_llm.py", "test_stress.py")
+def search_path() -> str:
+    """Where the steps find the project, the plugins that were not installed, and what the caller added."""
+    plugins = sorted(map(str, (ROOT / "plugins").glob("*/src")))
+    return os.pathsep.join([str(ROOT), str(ROOT / "bench/gpu"), *plugins, os.environ.get("PYTHONPATH", "")])
 
 
 def header(arguments: list[str]) -> str:
@@ -75,7 +83,7 @@ def header(arguments: list[str]) -> str:
 
 def run(step: Step, seconds: float, log: Path) -> tuple[str, float]:
     """Run a step; its whole output goes to `log`, the returned text says how it ended."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "bench/gpu")])}
+    environment = os.environ | {"PYTHONPATH": search_path()}
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
         try:
@@ -99,13 +107,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=900.0, help="Budget of the whole run.")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.txt"), help="The report; logs lie beside it.")
     parser.add_argument("--only", choices=("tests", "bench"), help="Leave out the other half.")
+    parser.add_argument("--jobs", type=int, default=1, help="Test processes (pytest-xdist) and compilers.")
+    parser.add_argument("--no-build", action="store_true", help="The extensions are built already.")
     parser.add_argument("--model", default="0.6B,8B", help="Sizes of the end-to-end bench.")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     options.out.parent.mkdir(parents=True, exist_ok=True)
     report = [header(sys.argv[1:]), ""]
     failed = 0
-    for number, step in enumerate(steps(sys.executable, options.model)):
+    for number, step in enumerate(steps(sys.executable, options.model, options.jobs)):
+        if step.kind == "build" and options.no_build:
+            continue
         if options.only not in (None, step.kind) and step.kind != "build":
             continue
         left = ends - time.monotonic()
