@@ -24,6 +24,13 @@ def strided(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(num_rows, width + 3) * 4).to(dtype)[:, 1 : 1 + width]
 
 
+def delta_gates(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """decay and beta of a, b, rate and bias."""
+    decay, beta = torch.empty((2, *operands[0].shape)).unbind(0)
+    gates.delta_gates(*operands, decay, beta)
+    return decay, beta
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("gate_width", [1, 45])
@@ -48,7 +55,7 @@ def test_two_threads_give_the_same() -> None:
         torch.set_num_threads(num_threads)
         gated = x.clone()
         gates.gate_(gated, gate, silu=True)
-        results.append(torch.cat((gated, *gates.delta_gates(a, a, rate, bias)), dim=1))
+        results.append(torch.cat((gated, *delta_gates(a, a, rate, bias)), dim=1))
     torch.set_num_threads(before)
     assert torch.equal(*results)
 
@@ -66,7 +73,9 @@ def test_delta_gates_equal_the_reference(num_rows: int, heads: int, dtype: torch
     a, b = strided(num_rows, heads, dtype), strided(num_rows, heads, dtype)
     a[0, :4] = torch.tensor([90.0, -90.0, 20.5, 0.0])
     rate, bias = -torch.rand(heads) * 16, torch.randn(heads)
-    for ours, theirs in zip(gates.delta_gates(a, b, rate, bias), ref.delta_gates(a, b, rate, bias), strict=True):
+    expected = torch.empty(num_rows, heads), torch.empty(num_rows, heads)
+    ref.delta_gates(a, b, rate, bias, *expected)
+    for ours, theirs in zip(delta_gates(a, b, rate, bias), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=2e-6)
     assert ours.dtype == torch.float32
 
@@ -77,13 +86,13 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     x, gate, bias = torch.randn(11, 27).to(dtype), torch.randn(11, 27).to(dtype), torch.randn(27)
     together = x.clone()
     gates.gate_(together, gate)
-    decay, beta = gates.delta_gates(x, gate, -bias.abs(), bias)
+    decay, beta = delta_gates(x, gate, -bias.abs(), bias)
     for row in range(11):
         one = slice(row, row + 1)
         alone = x[one].clone()
         gates.gate_(alone, gate[one])
         assert torch.equal(alone, together[one])
-        one_decay, one_beta = gates.delta_gates(x[one], gate[one], -bias.abs(), bias)
+        one_decay, one_beta = delta_gates(x[one], gate[one], -bias.abs(), bias)
         assert torch.equal(one_decay, decay[one])
         assert torch.equal(one_beta, beta[one])
 
@@ -95,9 +104,11 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"gate is \(2, 4\)"):
         gates.gate_(x, torch.ones(2, 4))
     with pytest.raises(InvalidArgumentError, match=r"b is \(1, 8\)"):
-        gates.delta_gates(x, torch.ones(1, 8), torch.ones(8), torch.ones(8))
+        gates.delta_gates(x, torch.ones(1, 8), torch.ones(8), torch.ones(8), torch.empty(2, 8), torch.empty(2, 8))
+    with pytest.raises(InvalidArgumentError, match=r"beta is \(2, 4\)"):
+        gates.delta_gates(x, x, torch.ones(8), torch.ones(8), torch.empty(2, 8), torch.empty(2, 4))
     with pytest.raises(InvalidArgumentError, match="bias is"):
-        gates.delta_gates(x, x, torch.ones(8), torch.ones(9))
+        delta_gates(x, x, torch.ones(8), torch.ones(9))
 
 
 @pytest.mark.parametrize("name", ["gate_", "delta_gates"])

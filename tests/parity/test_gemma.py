@@ -98,8 +98,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str) -> PreTrainedModel:
-    values = VARIANTS[name]
+def build(name: str, **more: Any) -> PreTrainedModel:
+    values = VARIANTS[name] | more
     if name == "gemma3-towers":
         vision = {"model_type": "siglip_vision_model", **TOWER}
         config = Gemma3Config(
@@ -115,10 +115,14 @@ def build(name: str) -> PreTrainedModel:
     return Gemma4ForCausalLM(Gemma4TextConfig(**values))
 
 
-def make_reference(name: str, folder: Path) -> PreTrainedModel:
-    """A random model saved in `folder`; norms and factors are made uneven so that leaving one out shows."""
+def make_reference(name: str, folder: Path, **more: Any) -> PreTrainedModel:
+    """A random model saved in `folder`; norms and factors are made uneven so that leaving one out shows.
+
+    Args:
+        more: further changes of the config.
+    """
     torch.manual_seed(11)
-    model = build(name).eval()
+    model = build(name, **more).eval()
     low = -0.5 if name.startswith("gemma3") else 0.5  # Gemma3 stores norms less one
     with torch.no_grad():
         for key, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mixer_parity import (
+from parity.mixer_parity import (
     PAGE_SIZE,
     TOLERANCE,
     VOCAB_SIZE,

@@ -18,10 +18,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
+from edgellm.decoding.draft_model import DraftStep, host_step
+from edgellm.decoding.draft_ops import CpuDraftOps
 from edgellm.errors import UnsupportedModelError, WeightFileError
 from edgellm.models.loader import load_model
-from edgellm.models.qwen_mtp import load_mtp
-from edgellm.runtime.attention_cpu import AttentionStep
+from edgellm.models.qwen_mtp import MtpHead, load_mtp
 from edgellm.runtime.kv_cache import KVCache
 
 PAGE_SIZE = 4
@@ -81,29 +82,25 @@ def test_head_equals_the_reference(name: str, packed: bool, chunk: int, tmp_path
     tokens = torch.tensor(prompts([23])[0])
     hidden = torch.randn(23, BASE["hidden_size"])
     expected = head(reference.get_input_embeddings()(tokens), hidden)
-    ours = load_mtp(model)
+    ours = MtpHead(model, load_mtp(model), CpuDraftOps())
     kv_cache = KVCache.for_model(ours.config, num_pages=20, page_size=PAGE_SIZE)
     assert kv_cache.num_layers == 1
     page_rows = permuted_page_rows(2, 10, seed=5)
 
-    class Step:
-        recurrent = None
-
-        def __init__(self, past: int, count: int) -> None:
-            batch = ragged_batch([(1, past, np.zeros(count, np.int32).tolist())], page_rows)
-            self.positions = torch.from_numpy(batch.positions)
-            self.attend = AttentionStep(batch, ours.config, kv_cache, torch.float32).attend
+    def step_of(past: int, count: int) -> DraftStep:
+        batch = ragged_batch([(1, past, np.zeros(count, np.int32).tolist())], page_rows)
+        return host_step(batch, ours.config, kv_cache, torch.float32)
 
     parts = []
     for start in range(0, 23, chunk):
-        step = Step(start, len(tokens[start : start + chunk]))
-        parts.append(ours.forward(tokens[start : start + chunk], step.positions, hidden[start : start + chunk], step))
-    logits, rows = (torch.cat(part) for part in zip(*parts, strict=True))
+        step = step_of(start, len(tokens[start : start + chunk]))
+        parts.append(ours.rows(tokens[start : start + chunk], hidden[start : start + chunk], step))
+    rows = torch.cat(parts)
+    logits = ours.logits(rows)
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits, reference.lm_head(expected), atol=1e-4, rtol=1e-4)
 
-    step = Step(23, 1)
-    chained, _ = ours.forward(tokens[:1], step.positions, rows[-1:], step, torch.tensor([0]))
+    chained = ours.logits(ours.rows(tokens[:1], rows[-1:], step_of(23, 1), torch.tensor([0])))
     all_hidden = torch.cat((hidden, expected[-1:]))
     wanted = head(reference.get_input_embeddings()(torch.cat((tokens, tokens[:1]))), all_hidden)
     torch.testing.assert_close(chained, reference.lm_head(wanted[-1:]), atol=1e-4, rtol=1e-4)

@@ -47,6 +47,9 @@ class AttentionRows:
         rows_bf16: bool,
         scale: float,
         num_threads: int,
+        tree_start: int = 0,
+        tree_mask: int = 0,
+        tree_words: int = 0,
     ) -> None: ...
     def run(self, pages: int, query: int, query_stride: int, out: int, out_stride: int) -> None: ...
 

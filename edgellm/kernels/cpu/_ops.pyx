@@ -4,7 +4,7 @@ Each call releases the GIL.  Addresses come from `Tensor.data_ptr()` or `ndarray
 memory alive for the length of the call.
 """
 
-from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
 
 
 cdef extern from "paged_attention.h" nogil:
@@ -24,6 +24,8 @@ cdef extern from "paged_attention.h" nogil:
         const int64_t *table_start
         const int32_t *starts
         const int32_t *lengths
+        const int32_t *tree_start
+        const uint32_t *tree_mask
         const int32_t *segment_start
         const int32_t *order
         float *scratch
@@ -31,6 +33,7 @@ cdef extern from "paged_attention.h" nogil:
         int64_t out_stride
         int32_t num_rows
         int32_t num_heads
+        int32_t tree_words
         int32_t rows_bf16
         float scale
 
@@ -305,13 +308,17 @@ cdef class AttentionRows:
 
     def __cinit__(self, tuple shape, bint is_bf16, uintptr_t query_rows, uintptr_t page_rows, uintptr_t table_start,
                   uintptr_t starts, uintptr_t lengths, uintptr_t segment_start, uintptr_t order, uintptr_t scratch,
-                  int32_t num_rows, int32_t num_heads, bint rows_bf16, float scale, int num_threads):
+                  int32_t num_rows, int32_t num_heads, bint rows_bf16, float scale, int num_threads,
+                  uintptr_t tree_start=0, uintptr_t tree_mask=0, int32_t tree_words=0):
         self.args.kv = kv_shape(shape, is_bf16)
         self.args.query_rows = <const int64_t *>query_rows
         self.args.page_rows = <const int32_t *>page_rows
         self.args.table_start = <const int64_t *>table_start
         self.args.starts = <const int32_t *>starts
         self.args.lengths = <const int32_t *>lengths
+        self.args.tree_start = <const int32_t *>tree_start
+        self.args.tree_mask = <const uint32_t *>tree_mask
+        self.args.tree_words = tree_words
         self.args.segment_start = <const int32_t *>segment_start
         self.args.order = <const int32_t *>order
         self.args.scratch = <float *>scratch

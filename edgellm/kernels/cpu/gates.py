@@ -28,15 +28,14 @@ def gate_(x: torch.Tensor, gate: torch.Tensor, *, silu: bool = False) -> None:
 
 
 def delta_gates(
-    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> None:
     """decay = rate * softplus(a + bias) and beta = sigmoid(b) of a gated delta net.
 
     Args:
         a, b: (N, H) float32 or bfloat16, one dtype; rows may lie apart.
         rate, bias: (H,) float32; rate is negative.
-    Returns:
-        decay and beta, (N, H) float32; new tensors.
+        decay, beta: (N, H) float32, contiguous, to be filled.
     """
     num_rows, heads = a.shape
     if a.dtype != b.dtype:
@@ -45,7 +44,8 @@ def delta_gates(
     b_rows = check_token_rows("b", b, (num_rows, heads), ROW_DTYPES)
     check_weight("rate", rate, (heads,))
     check_weight("bias", bias, (heads,))
-    decay, beta = torch.empty((2, num_rows, heads), dtype=torch.float32).unbind(0)
+    check_weight("decay", decay, (num_rows, heads))
+    check_weight("beta", beta, (num_rows, heads))
     _ops.delta_gates(
         a_rows,
         b_rows,
@@ -57,4 +57,3 @@ def delta_gates(
         heads,
         kernel_threads(),
     )
-    return decay, beta

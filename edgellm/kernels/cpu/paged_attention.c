@@ -8,6 +8,47 @@
 
 #define EDGE_MAX_GROUP 8 /* query heads taken together; larger groups take several rounds */
 #define EDGE_MAX_DIM 512
+/* Inlined side by side, the two forms of a segment take each other's registers: plain rows lose a tenth. */
+#define EDGE_ALONE static __attribute__((noinline))
+
+/* Where the keys of a row lie that do not stand at the places of their numbers. */
+typedef struct {
+    int32_t start; /* the first such key; INT32_MAX: none */
+    const uint32_t *mask;
+} edge_tree_row;
+
+static edge_tree_row edge_tree_of(const edge_attention_args *a, int32_t row) {
+    const edge_tree_row none = {INT32_MAX, NULL};
+    if (!a->tree_start) return none;
+    const edge_tree_row tree = {a->tree_start[row], a->tree_mask + (int64_t)row * a->tree_words};
+    return tree;
+}
+
+/* How many of `left` keys from `first` on have places of one page. */
+static inline int32_t edge_block(int32_t first, int32_t left, int32_t page_size) {
+    const int32_t room = page_size - first % page_size;
+    return left < room ? left : room;
+}
+
+/* Elements from the first page's start to a place of the sequence. */
+static inline int64_t edge_place(const int32_t *table, int32_t place, int32_t page_size, int32_t dim,
+                                 int64_t page_elements) {
+    return table[place / page_size] * page_elements + (int64_t)(place % page_size) * dim;
+}
+
+/* rows[j] = elements to key first + j, for `count` keys. */
+static void edge_tree_places(const edge_tree_row *tree, const int32_t *table, int32_t first, int32_t count,
+                             int32_t page_size, int32_t dim, int64_t page_elements, int64_t *rows) {
+    int32_t j = 0, bit = 0;
+    for (; j < count && first + j < tree->start; j++)
+        rows[j] = edge_place(table, first + j, page_size, dim, page_elements);
+    int32_t behind = first + j - tree->start; /* bits that belong to keys before */
+    for (; j < count; bit++) {
+        if (!(tree->mask[bit / 32] >> (bit % 32) & 1)) continue;
+        if (behind-- > 0) continue;
+        rows[j++] = edge_place(table, tree->start + bit, page_size, dim, page_elements);
+    }
+}
 
 #define EDGE_BODY "paged_attention_body.h"
 #include "compile_isa.h"

@@ -28,6 +28,8 @@ typedef struct {
     const int64_t *table_start; /* (num_rows) index into page_rows of the row's first block */
     const int32_t *starts;      /* (num_rows) first key each row sees; those before it are not read */
     const int32_t *lengths;     /* (num_rows) one past the last key each row sees, above its start */
+    const int32_t *tree_start;  /* (num_rows) key from which on the row's bits choose; NULL: no row is one of a tree */
+    const uint32_t *tree_mask;  /* (num_rows, tree_words): the n-th bit that is set is key tree_start + n of the row */
     const int32_t *segment_start; /* (num_rows + 1) exclusive prefix sum of segments per row */
     const int32_t *order;       /* (segments * kv heads) task codes, segment * kv heads + kv head, in the order to run */
     float *scratch;             /* segments * num_heads * (head_dim + 2) floats */
@@ -35,11 +37,16 @@ typedef struct {
     int64_t out_stride;         /* elements */
     int32_t num_rows;
     int32_t num_heads;
+    int32_t tree_words;
     int32_t rows_bf16; /* element type of query and out */
     float scale;
 } edge_attention_args;
 
-/* out = softmax(scale * q K^T) V over keys [start, length) for every row and head; reads pages in place. */
+/* out = softmax(scale * q K^T) V over keys [start, length) for every row and head; reads pages in place.
+ *
+ * A key's number is its place in the sequence.  In a row of a tree, key tree_start + n lies at place tree_start + b,
+ * where b is the n-th bit that is set: the row's ancestors are read as if they stood side by side, so its result is,
+ * bit for bit, that of a row whose keys do. */
 void edge_paged_attention(const edge_attention_args *args, int num_threads);
 
 typedef struct {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,8 @@ class PagedAttention:
         scale: float,
         window: int = 0,
         short_step: bool = True,
+        tree_mask: npt.NDArray[np.int32] | None = None,
+        tree_start: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Lay out R rows.
 
@@ -64,13 +67,18 @@ class PagedAttention:
             lengths: (R,) keys up to each query's own, at least 1.
             window: of those, each query sees the last so many; the pages before them are not read.  0 is all.
             short_step: the step has few rows, so its linear layers run on the helper threads as well.
+            tree_mask: (R, words) int32; where bit j % 32 of word j // 32 is set, the query sees the key at place
+                tree_start + j, and of the keys from there on no others.  A row of zeros sees all of its length.
+            tree_start: (R,) first place that a row's bits speak of; with `tree_mask`.
         Raises:
-            InvalidArgumentError: a length needs a page that the table does not have.
+            InvalidArgumentError: a length needs a page that the table does not have, or disagrees with its row's bits.
         """
         self._shape = check_pages(pages)
         self._pages_shape = pages.shape
         starts = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
-        self._check_rows(page_rows, slots, lengths, num_pages=pages.shape[0])
+        tree = None if tree_mask is None else _tree_rows(tree_mask, tree_start, lengths)
+        covered = lengths if tree is None else tree.ends
+        self._check_rows(page_rows, slots, covered, num_pages=pages.shape[0])
         if num_heads % self._shape[0]:
             raise InvalidArgumentError(f"{num_heads} query heads are not a multiple of {self._shape[0]} kv heads")
         self._width = num_heads * self._shape[2]
@@ -91,6 +99,7 @@ class PagedAttention:
             _task_order(slots, starts // SEGMENT_TOKENS, segments, self._shape[0]),
             scratch,
         )
+        self._tree = tree
         addresses = (array.ctypes.data for array in self._arrays)
         rows_at, pages_at, tables_at, starts_at, lengths_at, segments_at, order_at, scratch_at = addresses
         self._rows = _ops.AttentionRows(
@@ -109,6 +118,7 @@ class PagedAttention:
             query_dtype == torch.bfloat16,
             scale,
             helper_threads() if short_step else kernel_threads(),
+            *(() if tree is None else (tree.starts.ctypes.data, tree.words.ctypes.data, tree.words.shape[1])),
         )
 
     def run(self, pages: torch.Tensor, query: torch.Tensor, out: torch.Tensor) -> None:
@@ -145,13 +155,60 @@ class PagedAttention:
         if page_rows.dtype != np.int32 or not page_rows.flags.c_contiguous:
             raise InvalidArgumentError("page_rows must be a C-contiguous int32 array")
         page_size = self._shape[1]
+        longest: dict[int, int] = {}  # rows of one sequence share its pages
         for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            if length < 1:
+                longest[slot] = length
+                break
+            longest[slot] = max(length, longest.get(slot, 0))
+        for slot, length in longest.items():
             used = page_rows[slot, : (length + page_size - 1) // page_size] if length > 0 else page_rows[:0]
             if length < 1 or len(used) * page_size < length or used.min() < 0 or used.max() >= num_pages:
                 raise InvalidArgumentError(
                     f"slot {slot} has length {length}, but its page row {used.tolist()} does not cover it with pages "
                     f"in [0, {num_pages}); grow the row before the step"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class _TreeRows:
+    """Rows of trees, as the kernel takes them.
+
+    Attributes:
+        starts: (R,) int32 first key that the bits choose; `lengths` where they choose none.
+        words: (R, words) int32.
+        ends: (R,) int32 one past the last place that each row reads.
+    """
+
+    starts: npt.NDArray[np.int32]
+    words: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int32]
+
+
+def _tree_rows(
+    words: npt.NDArray[np.int32], starts: npt.NDArray[np.int32] | None, lengths: npt.NDArray[np.int32]
+) -> _TreeRows:
+    if words.dtype != np.int32 or words.ndim != 2 or len(words) != len(lengths):
+        raise InvalidArgumentError(
+            f"tree_mask is {words.shape} {words.dtype}; ({len(lengths)}, words) int32 is needed for {len(lengths)} rows"
+        )
+    if starts is None or len(starts) != len(lengths):
+        raise InvalidArgumentError("tree_start must come with tree_mask, a place for each row")
+    words = np.ascontiguousarray(words)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    counts = bits.sum(axis=1, dtype=np.int32)
+    of_tree = counts > 0
+    if not np.array_equal((starts + counts)[of_tree], lengths[of_tree]):
+        raise InvalidArgumentError(
+            f"rows of trees that begin at {starts[of_tree].tolist()} and see {counts[of_tree].tolist()} of their keys "
+            f"have lengths {lengths[of_tree].tolist()}; each must be the sum"
+        )
+    last = bits.shape[1] - bits[:, ::-1].argmax(axis=1)
+    return _TreeRows(
+        starts=np.where(of_tree, starts, lengths).astype(np.int32),
+        words=words,
+        ends=np.where(of_tree, starts + last, lengths).astype(np.int32),
+    )
 
 
 def _task_order(

@@ -46,13 +46,18 @@ static void EDGE_FN(attend_tasks)(const void *opaque, int64_t begin, int64_t end
         const int32_t first = base > start ? base : start;
         const int32_t count = (end - base < EDGE_SEGMENT ? end : base + EDGE_SEGMENT) - first;
         const int32_t *table = a->page_rows + a->table_start[row];
+        const edge_tree_row tree = edge_tree_of(a, row);
         for (int32_t g0 = 0; g0 < group; g0 += EDGE_MAX_GROUP) {
             const int32_t heads = group - g0 < EDGE_MAX_GROUP ? group - g0 : EDGE_MAX_GROUP;
             const int32_t head = kv_head * group + g0;
             EDGE_FN(load_row)(query, a->query, a->query_rows[row] * a->query_stride + (int64_t)head * dim, heads * dim,
                               a->rows_bf16);
             float *out = a->scratch + (segment * a->num_heads + head) * (dim + 2);
-            if (a->kv.is_bf16)
+            if (first + count > tree.start && a->kv.is_bf16)
+                EDGE_FN(tree_segment_bf16)(a, table, &tree, kv_head, first, count, query, heads, out);
+            else if (first + count > tree.start)
+                EDGE_FN(tree_segment_f32)(a, table, &tree, kv_head, first, count, query, heads, out);
+            else if (a->kv.is_bf16)
                 EDGE_FN(segment_bf16)(a, table, kv_head, first, count, query, heads, out);
             else
                 EDGE_FN(segment_f32)(a, table, kv_head, first, count, query, heads, out);

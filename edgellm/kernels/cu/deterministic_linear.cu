@@ -3,13 +3,10 @@
 // one ascending chain of fused multiply-adds for float32, whatever the tile.
 // A block owns a tile of kTileM x rows and kTileN weight rows and walks along K; tiles are numbered so that blocks at
 // work together share rows of both operands.
-#include "linear.cuh"
+#include "linear_tiles.cuh"
 
 namespace edgellm {
 
-constexpr int kStageK = 64;                     // k of a pipeline stage: 128 bytes a row
-constexpr int kStageRowBytes = kStageK * 2;
-constexpr int kPiecesPerRow = kStageRowBytes / 16;
 constexpr int kTilesTogether = 8;               // tiles of x rows that neighbouring blocks take for one weight tile
 
 // First x row and first weight row of a block's tile.
@@ -23,11 +20,6 @@ __device__ __forceinline__ TilePlace tile_place(const LinearParams& p) {
   const int band = blockIdx.x / (kTilesTogether * tiles_n), inside = blockIdx.x % (kTilesTogether * tiles_n);
   const int height = min(kTilesTogether, tiles_m - band * kTilesTogether);
   return {(band * kTilesTogether + inside % height) * kTileM, inside / height * kTileN};
-}
-
-// 16-byte pieces of a row stand where odd and even rows meet different halves of the banks.
-__device__ __forceinline__ u32 staged(int row, int piece) {
-  return row * kStageRowBytes + (piece ^ ((row & 1) * 4)) * 16;
 }
 
 // Copies kRows rows of one operand, one stage of k at a time; each thread takes the same piece of every kStep-th row.
@@ -61,131 +53,29 @@ struct StageCopy {
   }
 };
 
-// One warp's part of the tile: the run of K under way, and the sum of the finished runs.  Operands of the next 16 x rows,
-// and of the next block's weight, are on their way from shared memory while those before are multiplied.
-template <typename T, int kWarpM, int kWarpN>
-struct WarpSums {
-  static constexpr int kMs = kWarpM / 16, kNs = kWarpN / 8;
-  static_assert(kMs % 2 == 0 && kNs % kMs == 0, "the buffers of x alternate, the weight comes in equal parts");
-  float run[kMs][kNs][4];
-  float total[kMs][kNs][4];
-  uint4 x[2][2];         // [buffer][rows of the low half, of the high half]
-  uint4 weight[2][kNs];  // [buffer]
-
-  __device__ __forceinline__ WarpSums() {
-#pragma unroll
-    for (int i = 0; i < kMs * kNs * 4; ++i) (&run[0][0][0])[i] = (&total[0][0][0])[i] = 0.0f;
-  }
-
-  __device__ __forceinline__ void add_run(int i, int j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) total[i][j][e] = __fadd_rn(total[i][j][e], run[i][j][e]);
-  }
-
-  // Addresses are of this lane's 16 bytes in the warp's first row.
-  __device__ __forceinline__ void load_x(int buffer, u32 address, int i) {
-    x[buffer][0] = load_shared_16(address + i * 16 * kStageRowBytes);
-    x[buffer][1] = load_shared_16(address + (i * 16 + 8) * kStageRowBytes);
-  }
-  __device__ __forceinline__ void load_weight(int buffer, u32 address, int j) {
-    weight[buffer][j] = load_shared_16(address + j * 8 * kStageRowBytes);
-  }
-  __device__ __forceinline__ void load_first(u32 x_address, u32 weight_address) {
-    load_x(0, x_address, 0);
-#pragma unroll
-    for (int j = 0; j < kNs; ++j) load_weight(0, weight_address, j);
-  }
-
-  // The block whose weight is in `buffer`, while the next one's comes into the other.  kNewRun: the run before has ended;
-  // its sums are added to the total as their places are needed.
-  template <bool kNewRun>
-  __device__ __forceinline__ void multiply(int buffer, u32 x_address, u32 next_x_address, u32 next_weight_address) {
-#pragma unroll
-    for (int i = 0; i < kMs; ++i) {
-      if (i + 1 < kMs) load_x((i + 1) % 2, x_address, i + 1);
-      else load_x(0, next_x_address, 0);
-#pragma unroll
-      for (int j = i * (kNs / kMs); j < (i + 1) * (kNs / kMs); ++j) load_weight(1 - buffer, next_weight_address, j);
-#pragma unroll
-      for (int second = 0; second < 2; ++second)
-#pragma unroll
-        for (int j = 0; j < kNs; ++j) {
-          const bool restart = kNewRun && second == 0;
-          if (restart) add_run(i, j);
-          mma_half_block<T>(run[i][j], x[i % 2][0], x[i % 2][1], weight[buffer][j], second, restart);
-        }
-    }
-  }
-
-  __device__ __forceinline__ void multiply(bool new_run, int buffer, u32 x_address, u32 next_x_address,
-                                           u32 next_weight_address) {
-    if (new_run) multiply<true>(buffer, x_address, next_x_address, next_weight_address);
-    else multiply<false>(buffer, x_address, next_x_address, next_weight_address);
-  }
-};
-
 template <typename T, int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, int kBlocksPerSm>
 __global__ void __launch_bounds__(kTileM / kWarpM * (kTileN / kWarpN) * kWarp, kBlocksPerSm)
     deterministic_linear(const __grid_constant__ LinearParams p) {
   constexpr int kThreads = kTileM / kWarpM * (kTileN / kWarpN) * kWarp;
-  constexpr int kWeightOffset = kTileM * kStageRowBytes, kStageBytes = (kTileM + kTileN) * kStageRowBytes;
+  constexpr int kWeightOffset = kTileM * kStageRowBytes;
   extern __shared__ __align__(128) char shared_bytes[];
-  static_assert(kStages >= 3, "one stage is read, one is ready, one is filled");
   const u32 shared = shared_address(shared_bytes);
   const TilePlace tile = tile_place<kTileM, kTileN>(p);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
   const int warp_m = warp % (kTileM / kWarpM) * kWarpM, warp_n = warp / (kTileM / kWarpM) * kWarpN;
 
   StageCopy<T, kTileM, kThreads> x_copy(p.x, p.x_stride, tile.row, p.num_rows, p.in_width, shared);
   StageCopy<T, kTileN, kThreads> weight_copy(p.weight, p.in_width, tile.column, p.out_width, p.in_width,
                                              shared + kWeightOffset);
-  const int num_stages = ceil_div(p.in_width, kStageK);
   let_next_kernel_start();
   wait_for_previous_kernel();
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < num_stages) {
-      x_copy.copy(stage * kStageBytes);
-      weight_copy.copy(stage * kStageBytes);
-    }
-    cp_async_commit();
-  }
-
   WarpSums<T, kWarpM, kWarpN> sums;
-  const int run_blocks = slice_blocks(p.in_width), num_blocks = ceil_div(p.in_width, kBlockK);
-  int run_left = run_blocks;  // blocks that the run under way may still take
-  // This lane's operands of both blocks of a stage.
-  const u32 x_address = shared + staged(warp_m + lane / 4, lane % 4);
-  const u32 weight_address = shared + kWeightOffset + staged(warp_n + lane / 4, lane % 4);
-  constexpr u32 kOtherHalf = 4 * 16;
-  u32 offset = 0, fill_offset = (kStages - 1) * kStageBytes;
-  cp_async_wait<kStages - 2>();
-  __syncthreads();
-  sums.load_first(x_address, weight_address);
-#pragma unroll 1
-  for (int stage = 0; stage < num_stages; ++stage) {
-    const u32 second_x = (x_address ^ kOtherHalf) + offset, second_weight = (weight_address ^ kOtherHalf) + offset;
-    sums.multiply(run_left == 0, 0, x_address + offset, second_x, second_weight);
-    if (run_left-- == 0) run_left = run_blocks - 1;
-    // The next stage has arrived, and the one before this is read to its end, by every warp.
-    cp_async_wait<kStages - 3>();
-    __syncthreads();
-    if (stage + kStages - 1 < num_stages) {
-      x_copy.copy(fill_offset);
-      weight_copy.copy(fill_offset);
-    }
-    cp_async_commit();
-    fill_offset = fill_offset == (kStages - 1) * kStageBytes ? 0 : fill_offset + kStageBytes;
-    offset = offset == (kStages - 1) * kStageBytes ? 0 : offset + kStageBytes;
-    if (stage * 2 + 1 >= num_blocks) break;
-    sums.multiply(run_left == 0, 1, second_x, x_address + offset, weight_address + offset);
-    if (run_left-- == 0) run_left = run_blocks - 1;
-  }
+  multiply_stages<kTileM, kTileN, kStages>(sums, x_copy, weight_copy, shared, p.in_width, warp_m, warp_n);
+  const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int i = 0; i < kWarpM / 16; ++i)
 #pragma unroll
     for (int j = 0; j < kWarpN / 8; ++j) {
-      sums.add_run(i, j);
       const int row = tile.row + warp_m + i * 16 + lane / 4, column = tile.column + warp_n + j * 8 + lane % 4 * 2;
       store_pair<T>(p, row, column, sums.total[i][j][0], sums.total[i][j][1]);
       store_pair<T>(p, row + 8, column, sums.total[i][j][2], sums.total[i][j][3]);

@@ -1,4 +1,4 @@
-// Per-head RMS norm, rotation of pairs (i, i + head_dim / 2), and the move of K and V into their pages.
+// Per-head RMS norm, rotation of pairs (i, i + rotary_half), and the move of K and V into their pages.
 // Axes: tokens t; heads of a row: num_heads of Q, then num_kv_heads of K, then num_kv_heads of V; dims d.  Strides in
 // elements, page_bytes and head_bytes in bytes.
 //   Q is changed in place.  K (normed, rotated) and V go to place positions[t] % page_size of page
@@ -6,7 +6,7 @@
 //   fp8 pages: what is rounded to T is divided by its scale amax / 448 and rounded to e4m3; see types.cuh, fp8_scale.
 // Nothing is written for tokens with token_seq -1 or slot -1, and no K and V where the table has no page.
 // kHeadDim > 0: head_dim / 2 / (16 / sizeof(T)) lanes a head, each with one 16-byte vector of either half.
-// kHeadDim == 0: any even head_dim, a warp a head, element by element.
+// kHeadDim == 0: any even head_dim, a warp a head, element by element; dims from 2 * rotary_half on stand still.
 // A head's arithmetic does not depend on the other heads and tokens of the launch.
 #include "types.cuh"
 
@@ -14,7 +14,7 @@ namespace edgellm {
 
 struct RopeKvWriteParams {
   void* qkv;
-  const float* angles;  // (2, num_tokens, head_dim / 2), or null: no rotation
+  const float* angles;  // (2, num_tokens, rotary_half), or null: no rotation
   void* pages;          // or null: only Q
   const int* page_table;
   const int* slots;
@@ -22,6 +22,7 @@ struct RopeKvWriteParams {
   const int* positions;
   const float* query_norm;  // (head_dim), or null
   const float* key_norm;
+  const float* value_norm;
   i64 qkv_stride;
   i64 page_bytes;
   i64 head_bytes;
@@ -29,6 +30,7 @@ struct RopeKvWriteParams {
   int num_heads;
   int num_kv_heads;
   int head_dim;
+  int rotary_half;  // pairs of a head that turn; head_dim / 2 where kHeadDim > 0
   int page_shift;  // log2 of the page size
   int num_pages;
   int num_slots;
@@ -82,7 +84,7 @@ __device__ __forceinline__ int place_of(const RopeKvWriteParams& p, int position
 }
 
 __device__ __forceinline__ const float* norm_of(const RopeKvWriteParams& p, HeadKind kind) {
-  return kind == HeadKind::kQuery ? p.query_norm : kind == HeadKind::kKey ? p.key_norm : nullptr;
+  return kind == HeadKind::kQuery ? p.query_norm : kind == HeadKind::kKey ? p.key_norm : p.value_norm;
 }
 
 // The largest magnitude of these values; NaN does not count.
@@ -211,7 +213,8 @@ __device__ __forceinline__ void rope_in_lanes(const RopeKvWriteParams& p) {
   const int slot = beyond ? -1 : slot_of(p, head.token);
   u8* block = head.kind == HeadKind::kQuery ? nullptr : block_of(p, head, slot, position);
   float inverse = 1.0f;
-  if (p.query_norm != nullptr || p.key_norm != nullptr) inverse = lanes.inverse_rms(p.eps);  // all lanes or none
+  const bool has_norms = p.query_norm != nullptr || p.key_norm != nullptr || p.value_norm != nullptr;
+  if (has_norms) inverse = lanes.inverse_rms(p.eps);  // all lanes or none
   lanes.widen();
   if (weight != nullptr) lanes.scale(inverse);
   if (is_rotated) lanes.rotate();
@@ -227,27 +230,29 @@ struct HeadReader {
   const float* weight;  // or null: no norm
   const float* cosines;  // or null: no rotation
   const float* sines;
-  int half;
+  int half, rotary_half;
   float inverse;
 
   __device__ __forceinline__ float normed(int dim) const {
     const float value = to_float(row[dim]);
     return weight == nullptr ? value : value * inverse * weight[dim];
   }
+  // Dims of pair i: those that turn together, and behind them the ones that stand still, in halves as well.
+  __device__ __forceinline__ int low_dim(int i) const { return i < rotary_half ? i : i + rotary_half; }
+  __device__ __forceinline__ int high_dim(int i) const { return i < rotary_half ? i + rotary_half : i + half; }
   __device__ __forceinline__ float2 pair(int i) const {
-    const float a = normed(i), b = normed(half + i);
-    if (cosines == nullptr) return make_float2(a, b);
+    const float a = normed(low_dim(i)), b = normed(high_dim(i));
+    if (cosines == nullptr || i >= rotary_half) return make_float2(a, b);
     return make_float2(a * cosines[i] - b * sines[i], b * cosines[i] + a * sines[i]);
   }
 };
 
 template <typename T>
 __device__ __forceinline__ HeadReader<T> make_reader(const RopeKvWriteParams& p, const Head& head, const T* row) {
-  HeadReader<T> reader = {row, nullptr, nullptr, nullptr, p.head_dim / 2, 1.0f};
-  if (head.kind == HeadKind::kValue) return reader;
-  if (p.angles != nullptr) {
-    reader.cosines = p.angles + static_cast<i64>(head.token) * reader.half;
-    reader.sines = reader.cosines + static_cast<i64>(p.num_tokens) * reader.half;
+  HeadReader<T> reader = {row, nullptr, nullptr, nullptr, p.head_dim / 2, p.rotary_half, 1.0f};
+  if (p.angles != nullptr && head.kind != HeadKind::kValue) {
+    reader.cosines = p.angles + static_cast<i64>(head.token) * p.rotary_half;
+    reader.sines = reader.cosines + static_cast<i64>(p.num_tokens) * p.rotary_half;
   }
   reader.weight = norm_of(p, head.kind);
   if (reader.weight == nullptr) return reader;
@@ -270,8 +275,8 @@ __device__ __forceinline__ void write_fp8_row(const RopeKvWriteParams& p, const 
   fp8* row = reinterpret_cast<fp8*>(block) + static_cast<i64>(place) * p.head_dim;
   for (int i = lane; i < reader.half; i += kWarp) {
     const float2 pair = reader.pair(i);
-    row[i] = from_float<fp8>(__fdiv_rn(to_float(from_float<T>(pair.x)), scale));
-    row[reader.half + i] = from_float<fp8>(__fdiv_rn(to_float(from_float<T>(pair.y)), scale));
+    row[reader.low_dim(i)] = from_float<fp8>(__fdiv_rn(to_float(from_float<T>(pair.x)), scale));
+    row[reader.high_dim(i)] = from_float<fp8>(__fdiv_rn(to_float(from_float<T>(pair.y)), scale));
   }
   if (lane == 0) reinterpret_cast<float*>(block + (static_cast<i64>(p.head_dim) << p.page_shift))[place] = scale;
 }
@@ -296,8 +301,8 @@ __device__ __forceinline__ void rope_by_element(const RopeKvWriteParams& p) {
   }
   for (int i = threadIdx.x % kWarp; i < reader.half; i += kWarp) {
     const float2 pair = reader.pair(i);
-    target[i] = from_float<T>(pair.x);
-    target[reader.half + i] = from_float<T>(pair.y);
+    target[reader.low_dim(i)] = from_float<T>(pair.x);
+    target[reader.high_dim(i)] = from_float<T>(pair.y);
   }
 }
 

@@ -29,6 +29,7 @@ class RopeKvWriteParams(ctypes.Structure):
         ("positions", ctypes.c_void_p),
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
+        ("value_norm", ctypes.c_void_p),
         ("qkv_stride", ctypes.c_int64),
         ("page_bytes", ctypes.c_int64),
         ("head_bytes", ctypes.c_int64),
@@ -36,6 +37,7 @@ class RopeKvWriteParams(ctypes.Structure):
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
+        ("rotary_half", ctypes.c_int32),
         ("page_shift", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_slots", ctypes.c_int32),
@@ -85,8 +87,10 @@ def rope_kv_write(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    rotary_dim: int | None = None,
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
+    value_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
     """Norm and rotate the heads of each row; Q stays in the row, K and V go to their pages.
@@ -97,21 +101,24 @@ def rope_kv_write(
 
     Args:
         qkv: (T, >= (num_heads + 2 num_kv_heads) * head_dim) float32, float16 or bfloat16, CUDA; rows may be apart.
-        angles: (2, T, head_dim / 2) float32, cosine and sine; None: no rotation.
+        angles: (2, T, rotary_dim / 2) float32, cosine and sine; None: no rotation.
         pages: one layer's pages, of qkv's dtype or (16-bit qkv) fp8; None: only Q, and the row needs only Q.
         page_table: (num_slots, pages_per_slot) int32, -1 unused.
         slots: (N,) int32, -1 padding.
         token_seq: (T,) int32 index into slots, -1 for padding tokens: nothing of theirs is written.
         positions: (T,) int32.
-        query_norm, key_norm: (head_dim,) float32 weights of the per-head RMS norm, or None.
+        rotary_dim: leading dims of a head that turn, in pairs (i, i + rotary_dim / 2); None: all of them.
+        query_norm, key_norm, value_norm: (head_dim,) float32 weights of the per-head RMS norm, or None.
     Raises:
         InvalidArgumentError: shapes, types or devices do not fit.  Nothing was launched.
     Effects: writes qkv's Q and pages.  Ordering: torch's current stream; never waits.
     """
     layout = _check_pages(pages, qkv.dtype, head_dim, num_kv_heads)
-    num_tokens = _check_rows_and_angles(qkv, angles, num_heads, 0 if layout is None else num_kv_heads, head_dim)
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    num_tokens = _check_rows(qkv, num_heads, 0 if layout is None else num_kv_heads, head_dim)
+    _check_angles(angles, num_tokens, rotary_dim, head_dim)
     _check_places(layout, page_table, slots, token_seq, positions, num_tokens)
-    for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
+    for name, norm in (("query_norm", query_norm), ("key_norm", key_norm), ("value_norm", value_norm)):
         if norm is not None:
             check_vector(name, norm, head_dim, torch.float32)
     if num_tokens == 0:
@@ -126,6 +133,7 @@ def rope_kv_write(
         address(positions),
         address(query_norm),
         address(key_norm),
+        address(value_norm),
         qkv.stride(0),
         0 if layout is None else layout.page_bytes,
         0 if layout is None else layout.head_bytes,
@@ -133,13 +141,15 @@ def rope_kv_write(
         num_heads,
         num_kv_heads,
         head_dim,
+        rotary_dim // 2,
         0 if layout is None else layout.page_size.bit_length() - 1,
         0 if pages is None else pages.shape[0],
         0 if page_table is None else page_table.shape[0],
         0 if page_table is None else page_table.shape[1],
         eps,
     )
-    fixed = head_dim in HEAD_DIMS and allows_vectors(qkv[:, :head_dim], angles, pages, query_norm, key_norm)
+    whole = head_dim in HEAD_DIMS and rotary_dim == head_dim
+    fixed = whole and allows_vectors(qkv[:, :head_dim], angles, pages, query_norm, key_norm, value_norm)
     variant_dim = head_dim if fixed else 0
     heads = num_heads + (0 if layout is None else 2 * num_kv_heads)
     kernel = loader.kernel(SPEC, (qkv.dtype, layout is not None and layout.is_fp8, variant_dim))
@@ -159,17 +169,21 @@ def _check_pages(pages: torch.Tensor | None, dtype: torch.dtype, head_dim: int, 
     return layout
 
 
-def _check_rows_and_angles(
-    qkv: torch.Tensor, angles: torch.Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int
-) -> int:
+def _check_rows(qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """The number of rows."""
     if num_heads < 0 or num_kv_heads < 0 or num_heads + num_kv_heads < 1 or head_dim < 2 or head_dim % 2:
         raise InvalidArgumentError(
             f"{num_heads} query and {num_kv_heads} kv heads of {head_dim}; at least one head of an even size is needed"
         )
     check_rows("qkv", qkv, dtype=ROW_TYPES, min_width=(num_heads + 2 * num_kv_heads) * head_dim)
-    if angles is not None:
-        check_shape("angles", angles, (2, qkv.shape[0], head_dim // 2), torch.float32)
     return qkv.shape[0]
+
+
+def _check_angles(angles: torch.Tensor | None, num_tokens: int, rotary_dim: int, head_dim: int) -> None:
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise InvalidArgumentError(f"rotary_dim is {rotary_dim}; an even number up to head_dim, {head_dim}, is needed")
+    if angles is not None:
+        check_shape("angles", angles, (2, num_tokens, rotary_dim // 2), torch.float32)
 
 
 def _check_places(

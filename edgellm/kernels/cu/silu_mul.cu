@@ -1,6 +1,7 @@
 // Gated activation: out[t, f] = T(silu(gate_up[t, f]) * gate_up[t, width + f]), silu(x) = x / (1 + exp(-x)).
 // Axes: rows t in [0, num_rows), columns f in [0, width); strides in elements.  The grid's x covers the columns in
 // accesses of kStep elements a thread, its y the rows, with a stride.
+#include "activations.cuh"
 #include "types.cuh"
 
 namespace edgellm {
@@ -15,16 +16,6 @@ struct SiluMulParams {
 };
 
 constexpr int kSiluThreads = 128;
-
-// 16-bit results hide the errors of the fast exponential and division (a few 1e-6 of the value); float32 ones do not.
-template <typename T>
-__device__ __forceinline__ float silu(float x) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return x / (1.0f + expf(-x));
-  } else {
-    return __fdividef(x, 1.0f + __expf(-x));
-  }
-}
 
 template <typename T, int kStep>
 __global__ void __launch_bounds__(kSiluThreads) silu_mul(const __grid_constant__ SiluMulParams p) {

@@ -9,7 +9,7 @@
 //
 // kGated: the weight has 2 * N rows, gate then up; both sums are rounded to T, and out = T(silu(gate) * up).  A group's
 // tiles are half gate rows, half the up rows of the same columns.
-#include "linear.cuh"
+#include "linear_slices.cuh"
 
 namespace edgellm {
 
@@ -114,37 +114,6 @@ __device__ __forceinline__ SkinnyAddends addends_of(const LinearParams& p, int r
   if (row >= p.num_rows || column >= p.out_width) return {0.0f, 0.0f};
   const float second = kGated ? bias_of<T>(p, p.out_width + column) : residual_of<T>(p, row, column);
   return {bias_of<T>(p, column), second};
-}
-
-// One slice's sums of the group to shared memory: [x row][weight row] floats.
-template <int kTiles, int kRowTiles>
-__device__ __forceinline__ void write_partials(float* target, const float (&sums)[kTiles][4], int num_rows) {
-  const int lane = threadIdx.x % kWarp, row = lane / 4, column = lane % 4 * 2;
-#pragma unroll
-  for (int half = 0; half < kRowTiles; ++half) {
-    if (half * 8 + row >= num_rows) break;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
-      *reinterpret_cast<float2*>(target + (half * 8 + row) * 8 * kTiles + tile * 8 + column) =
-          make_float2(sums[tile][half * 2], sums[tile][half * 2 + 1]);
-  }
-}
-
-// The slices of one element, added in order.
-template <int kSliceFloats>
-__device__ __forceinline__ float add_slices(const float* partials, int used_slices) {
-  float total = 0.0f;
-#pragma unroll
-  for (int slice = 0; slice < kSlices; ++slice)
-    if (slice < used_slices) total = __fadd_rn(total, partials[slice * kSliceFloats]);
-  return total;
-}
-
-template <typename T>
-__device__ __forceinline__ float gated(float gate, float up) {
-  gate = to_float(from_float<T>(gate));
-  up = to_float(from_float<T>(up));
-  return gate / (1.0f + expf(-gate)) * up;
 }
 
 // Blocks of x that a lane holds at once: as many as leave room for two blocks an SM.

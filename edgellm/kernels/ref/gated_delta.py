@@ -25,6 +25,8 @@ def gated_delta(
     scale: float,
     l2norm: bool,
     checkpoint: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> None:
     """S = exp(decay) S; u = beta (v - S^T k); S = S + k u^T; out = scale S^T q.
 
@@ -39,6 +41,7 @@ def gated_delta(
         out: (T, Hv, dv).
         l2norm: divide each q and k by sqrt(sum of squares + 1e-6) first.
         checkpoint: (CK, Hv, dk, dv) or None.
+        workspace, deterministic: for kernels; here they change nothing.
     Effects: writes out, state, checkpoint.
     """
     dtype = state.dtype

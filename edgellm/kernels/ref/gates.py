@@ -13,7 +13,8 @@ def gate_(x: torch.Tensor, gate: torch.Tensor, *, silu: bool = False) -> None:
 
 
 def delta_gates(
-    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """decay (N, H) = rate (H,) * softplus(a + bias) and beta (N, H) = sigmoid(b), float32."""
-    return rate * functional.softplus(a.float() + bias), b.float().sigmoid()
+    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> None:
+    """decay (N, H) = rate (H,) * softplus(a + bias) and beta (N, H) = sigmoid(b), float32.  Writes decay and beta."""
+    decay.copy_(rate * functional.softplus(a.float() + bias))
+    beta.copy_(b.float().sigmoid())

@@ -8,6 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from edgellm.kernels.cpu.recurrent_rows import RecurrentRows
+    from edgellm.kernels.cu.state_rows import StateRows
 
 
 def mamba2(
@@ -18,9 +19,11 @@ def mamba2(
     c: torch.Tensor,
     d: torch.Tensor,
     state: torch.Tensor,
-    rows: RecurrentRows,
+    rows: RecurrentRows | StateRows,
     out: torch.Tensor,
     checkpoint: torch.Tensor | None = None,
+    *,
+    deterministic: bool = False,
 ) -> None:
     """S = exp(dt a) S + dt x b^T; out = S c + d x (Dao and Gu, Transformers are SSMs, 2024).
 
@@ -33,6 +36,7 @@ def mamba2(
         state: (slots, H, P, N) float32 or float64.
         out: (T, H, P).
         checkpoint: (CK, H, P, N) or None.
+        deterministic: one token after the other either way.
     Effects: writes out, state, checkpoint.
     """
     dtype = state.dtype

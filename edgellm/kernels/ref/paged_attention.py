@@ -19,19 +19,28 @@ def paged_attention(
     lengths: npt.NDArray[np.int32],
     scale: float,
     window: int = 0,
+    tree_mask: npt.NDArray[np.int32] | None = None,
+    tree_start: npt.NDArray[np.int32] | None = None,
 ) -> torch.Tensor:
     """Each query row over the first `lengths[r]` tokens of its slot; with a window, over the last `window` of those.
 
     Args:
         pages: (num_pages, 2, kv_heads, page_size, head_dim).
         query: (R, num_heads, head_dim).
+        tree_mask, tree_start: see the kernel's wrapper; a row's first `tree_start` tokens, then those of its bits.
     Returns:
         (R, num_heads, head_dim), dtype of query.  Pure.
     """
     group = query.shape[1] // pages.shape[2]
     rows = []
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-        seen = gather_kv(pages, page_rows[slot], length)[:, :, max(length - window, 0) if window else 0 :]
+        places = torch.arange(length)
+        if tree_mask is not None and tree_start is not None and tree_mask[row].any():
+            words, start = tree_mask[row].tolist(), int(tree_start[row])
+            bits = [bit for bit in range(32 * len(words)) if words[bit // 32] >> (bit % 32) & 1]
+            places = torch.tensor([*range(start), *(start + bit for bit in bits)])
+        places = places[max(len(places) - window, 0) if window else 0 :]
+        seen = gather_kv(pages, page_rows[slot], int(places[-1]) + 1)[:, :, places]
         key, value = seen.float().repeat_interleave(group, dim=1)
         scores = (key @ query[row].float()[:, :, None]).squeeze(-1) * scale
         rows.append((scores.softmax(-1)[:, None, :] @ value).squeeze(1))

@@ -19,13 +19,15 @@ def rope_kv_write(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    rotary_dim: int | None = None,
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
+    value_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
     """Token by token: Q in place, K and V to place positions[t] of the page row of slots[token_seq[t]].
 
-    Args: as the kernel's wrapper.
+    Args: as the kernel's wrapper; `rotary_dim` shows in the angles already.
     Effects: writes qkv's Q and pages.
     """
     for token in range(qkv.shape[0]):
@@ -43,19 +45,21 @@ def rope_kv_write(
             continue
         key = _norm_and_rotate(heads[num_heads : num_heads + num_kv_heads], key_norm, angle, eps)
         value = heads[num_heads + num_kv_heads : num_heads + 2 * num_kv_heads]
+        value = _norm_and_rotate(value, value_norm, None, eps)
         _store(pages, torch.stack((key, value)), page_table[slot], int(positions[token]))
 
 
 def _norm_and_rotate(
     heads: torch.Tensor, norm: torch.Tensor | None, angle: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """(heads, head_dim) normed by weights `norm` and rotated by `angle` (2, head_dim / 2), rounded once."""
+    """(heads, head_dim) normed by weights `norm`, leading pairs rotated by `angle` (2, pairs), rounded once."""
     wide = heads.float()
     if norm is not None:
         wide = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm
     if angle is not None:
-        low, high = wide.chunk(2, dim=-1)
-        wide = torch.cat((low * angle[0] - high * angle[1], high * angle[0] + low * angle[1]), dim=-1)
+        pairs = angle.shape[1]
+        low, high, rest = torch.split(wide, [pairs, pairs, wide.shape[-1] - 2 * pairs], dim=-1)
+        wide = torch.cat((low * angle[0] - high * angle[1], high * angle[0] + low * angle[1], rest), dim=-1)
     return wide.to(heads.dtype)
 
 

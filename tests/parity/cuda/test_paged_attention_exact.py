@@ -1,4 +1,4 @@
-"""Float32 attention of ragged rows over pages on CUDA: launches and refusals, then the device against the reference."""
+"""Attention of ragged rows by plain loops on CUDA: launches and refusals, then the device against the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from edgellm.kernels.cu.paged_attention_exact import SPEC, launch_config, paged_
 from edgellm.kernels.ref import paged_attention_exact as ref
 from edgellm.kernels.ref.paged_prefill import paged_prefill as ref_prefill
 
-HEAD_DIMS = (8, 40, 64, 96, 128, 200, 256)
+HEAD_DIMS = (8, 40, 64, 96, 128, 200, 256, 320, 512)
+HALF = [torch.float16, torch.bfloat16]
 
 
 def reference(batch: Batch) -> torch.Tensor:
@@ -37,18 +38,30 @@ def test_launches_and_struct(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record_launches(monkeypatch)
     batch = make_batch(Case(((3, 4), (20, 5)), dtype=torch.float32, head_dim=40, kv_heads=3, group=3, is_tree=True))
     batch.run(paged_attention_exact)
-    assert [(launch.spec, launch.key) for launch in launches] == [(SPEC, (8,))]
+    assert [(launch.spec, launch.key) for launch in launches] == [(SPEC, (torch.float32, False, 256))]
     params = launches[0].params
     assert (params["num_rows"], params["num_sequences"], params["num_heads"], params["group"]) == (9, 2, 9, 3)
     assert (params["head_dim"], params["page_shift"], params["mask_words"]) == (40, 4, 2)
 
 
+def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record_launches(monkeypatch)
+    cases = [
+        Case(((3, 4),), dtype=torch.float16, head_dim=264),
+        Case(((3, 4),), dtype=torch.bfloat16, head_dim=16, is_fp8=True),
+        Case(((3, 4),), dtype=torch.bfloat16, head_dim=512),
+    ]
+    for case in cases:
+        make_batch(case).run(paged_attention_exact)
+    keys = [(torch.float16, False, 512), (torch.bfloat16, True, 256), (torch.bfloat16, False, 512)]
+    assert [launch.key for launch in launches] == keys
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (Case(((3, 4),)), "query is .*torch.float32"),
-        (Case(((3, 4),), dtype=torch.float32, head_dim=12), "head_dim is 12; a multiple of 8 up to 256"),
-        (Case(((3, 4),), dtype=torch.float32, head_dim=264), "head_dim is 264"),
+        (Case(((3, 4),), dtype=torch.float32, head_dim=12), "head_dim is 12; a multiple of 8 up to 512"),
+        (Case(((3, 4),), dtype=torch.float32, head_dim=520), "head_dim is 520"),
         (Case(((3, 4),), dtype=torch.float32, is_fp8=True), "pages are torch.float8_e4m3fn and query is torch.float32"),
     ],
 )
@@ -75,6 +88,15 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_device_equals_reference(head_dim: int) -> None:
     for case in feature_cases(dtype=torch.float32, head_dim=head_dim):
+        check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head_dim", [16, 80, 512])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_16_bit_rows_equal_reference(dtype: torch.dtype, head_dim: int, is_fp8: bool) -> None:
+    for case in feature_cases(dtype=dtype, head_dim=head_dim, is_fp8=is_fp8):
         check(case)
 
 
@@ -124,3 +146,5 @@ def test_graph_equals_eager_with_other_lengths() -> None:
 def test_sanitizer_paged_attention_exact() -> None:
     for is_tree in (False, True):
         check(Case(((0, 3), (-1, 2), (60, 4)), dtype=torch.float32, head_dim=40, is_tree=is_tree))
+    for is_fp8 in (False, True):
+        check(Case(((0, 3), (-1, 2), (60, 4)), dtype=torch.bfloat16, head_dim=512, is_fp8=is_fp8))

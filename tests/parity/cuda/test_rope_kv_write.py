@@ -23,14 +23,23 @@ KV_TYPES = [(dtype, dtype) for dtype in ROW_TYPES] + [(torch.float16, FP8), (tor
 
 
 def make_rows(
-    case: PagedCase, num_heads: int, kv_heads: int, dtype: torch.dtype, *, norms: bool = True, padding: int = 0
+    case: PagedCase,
+    num_heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    *,
+    norms: bool = True,
+    padding: int = 0,
+    rotary_dim: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """qkv, angles and keyword arguments.  `padding`: elements behind each row."""
     torch.manual_seed(case.head_dim + num_heads)
     num_tokens, width = len(case.token_seq), (num_heads + 2 * kv_heads) * case.head_dim
     qkv = torch.randn(num_tokens, width + padding).to(dtype)[:, :width]
-    turns = torch.rand(num_tokens, case.head_dim // 2) * 7
+    turns = torch.rand(num_tokens, (rotary_dim or case.head_dim) // 2) * 7
     options: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": case.head_dim}
+    if rotary_dim is not None:
+        options["rotary_dim"] = rotary_dim
     if norms:
         query_norm, key_norm = torch.rand(2, case.head_dim) + 0.5
         options |= {"query_norm": query_norm.clone(), "key_norm": key_norm.clone(), "eps": EPS}
@@ -58,11 +67,12 @@ def run(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_is_the_cpu_rope_and_write(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rotary_dim", [None, 16, 50])
+def test_reference_is_the_cpu_rope_and_write(dtype: torch.dtype, rotary_dim: int | None) -> None:
     case = make_case(kv_heads=2, page_size=16, head_dim=64, dtype=dtype)
-    qkv, angles, options = make_rows(case, 4, 2, dtype)
+    qkv, angles, options = make_rows(case, 4, 2, dtype, rotary_dim=rotary_dim)
     rotated = qkv.clone()
-    elementwise.rope_(rotated, angles, **options)
+    elementwise.rope_(rotated, angles, **{name: value for name, value in options.items() if name != "rotary_dim"})
     real = case.slots[case.token_seq.long().clamp(min=0)].ge(0) & case.token_seq.ge(0)
     before = qkv.clone()
     run(ref.rope_kv_write, case, qkv, angles, options)
@@ -100,6 +110,20 @@ def test_reference_fp8_pages_hold_what_the_cache_would() -> None:
     assert bool(((stored - exact).nan_to_num(0.0).abs() <= exact.nan_to_num(0.0).abs() / 16 + amax / 448 / 512).all())
 
 
+def test_reference_norms_values() -> None:
+    case = make_case(kv_heads=2, page_size=16, head_dim=64, dtype=torch.float32)
+    normed = case.to("cpu")
+    qkv, angles, options = make_rows(case, 4, 2, torch.float32)
+    weight = torch.rand(64) + 0.5
+    run(ref.rope_kv_write, case, qkv.clone(), angles, options)
+    run(ref.rope_kv_write, normed, qkv, angles, options | {"value_norm": weight})
+    assert_same_bits(normed.storage[0][:, 0], case.storage[0][:, 0])
+    values = case.storage[0][:, 1].reshape(-1, 64)
+    expected = torch.empty_like(values)
+    elementwise.rms_norm(values, weight, EPS, expected)
+    assert_close(normed.storage[0][:, 1].reshape(-1, 64), expected)
+
+
 # ---- launches and refusals ------------------------------------------------------------------------------------------
 
 
@@ -126,6 +150,17 @@ def test_variants(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kv_dtype:
     assert launches[1].params["angles"] is None
 
 
+def test_a_part_of_a_head_that_turns_takes_the_kernel_of_any_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record_launches(monkeypatch)
+    case = make_case(kv_heads=2, page_size=16, head_dim=64, dtype=torch.float32)
+    for rotary_dim in (16, 64):
+        qkv, angles, options = make_rows(case, 4, 2, torch.float32, rotary_dim=rotary_dim)
+        run(rope_kv_write, case, qkv, angles, options | {"value_norm": torch.ones(64)})
+    assert [launch.key[2] for launch in launches] == [0, 64]
+    assert [launch.params["rotary_half"] for launch in launches] == [8, 32]
+    assert all(launch.params["value_norm"] for launch in launches)
+
+
 def test_query_only_needs_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record_launches(monkeypatch)
     qkv, angles = torch.randn(3, 4 * 64), torch.randn(2, 3, 32)
@@ -150,6 +185,11 @@ def test_query_only_needs_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"token_seq": torch.zeros(3, dtype=torch.int32)}, "token_seq is"),
         ({"positions": torch.zeros(3, dtype=torch.int64)}, "positions is"),
         ({"query_norm": torch.zeros(63)}, "query_norm is"),
+        ({"value_norm": torch.zeros(63)}, "value_norm is"),
+        ({"rotary_dim": 16}, "angles is"),
+        ({"rotary_dim": 33}, "rotary_dim is 33; an even number up to head_dim, 64"),
+        ({"rotary_dim": 66}, "rotary_dim is 66"),
+        ({"rotary_dim": 0}, "rotary_dim is 0"),
         ({"num_heads": 5}, "qkv is"),
         ({"head_dim": 63}, "even size"),
     ],
@@ -209,6 +249,34 @@ def test_device_equals_reference(dtype: torch.dtype, kv_dtype: torch.dtype, head
         run(ref.rope_kv_write, case, qkv, angles, options)
         assert_close(device_qkv, qkv)
         assert_same_pages(device_case.storage[0], case.storage[0], page_size, head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KV_TYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 16), (256, 64), (48, 36), (512, 512), (80, 2), (128, 128)])
+def test_partial_rotation_and_normed_values_equal_reference(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    for num_heads, kv_heads, norms in ((4, 2, True), (3, 1, False)):
+        case = make_case(kv_heads=kv_heads, page_size=16, head_dim=head_dim, dtype=kv_dtype)
+        qkv, angles, options = make_rows(case, num_heads, kv_heads, dtype, norms=norms, rotary_dim=rotary_dim)
+        plain = case.to("cuda"), like(qkv)
+        run(rope_kv_write, *plain, angles.cuda(), on_device(options))
+        expected = case.to("cpu"), qkv.clone()
+        run(ref.rope_kv_write, *expected, angles, options)
+        assert_close(plain[1], expected[1])
+        assert_same_pages(plain[0].storage[0], expected[0].storage[0], 16, head_dim)
+        options |= {"value_norm": torch.rand(head_dim) + 0.5, "eps": EPS}
+        normed, device_qkv = case.to("cuda"), like(qkv)
+        run(rope_kv_write, normed, device_qkv, angles.cuda(), on_device(options))
+        run(ref.rope_kv_write, case, qkv, angles, options)
+        assert_same_bits(device_qkv, plain[1])
+        if kv_dtype != FP8:
+            assert_same_bits(normed.storage[0][:, 0], plain[0].storage[0][:, 0])
+            assert_close(normed.storage[0][:, 1], case.storage[0][:, 1])
+            continue
+        ours, theirs = (dequantise_pages(one.storage[0].cpu(), 16, head_dim) for one in (normed, case))
+        torch.testing.assert_close(ours, theirs, rtol=0.13, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.gpu
@@ -327,5 +395,7 @@ def test_sanitizer_rope_kv_write() -> None:
     for kv_dtype, head_dim in ((torch.bfloat16, 64), (FP8, 128), (FP8, 48)):
         case = make_case(kv_heads=2, page_size=16, head_dim=head_dim, dtype=kv_dtype).to("cuda")
         qkv, angles, options = make_rows(case, 3, 2, torch.bfloat16)
+        run(rope_kv_write, case, qkv.cuda(), angles.cuda(), on_device(options))
+        qkv, angles, options = make_rows(case, 3, 2, torch.bfloat16, rotary_dim=head_dim // 2)
         run(rope_kv_write, case, qkv.cuda(), angles.cuda(), on_device(options))
     torch.cuda.synchronize()
