@@ -13,7 +13,7 @@ from edgellm.cache.deployment import SPEC_REUSE_CONTRACTS, check_support
 from edgellm.cache.types import DeploymentConfig
 from edgellm.decoding.options import DecoderContext, SpeculativeOptions, speculative_options
 from edgellm.engine.config import EngineConfig, SchedulingOptions
-from edgellm.errors import InvalidArgumentError
+from edgellm.errors import InvalidArgumentError, UnsupportedModelError
 from edgellm.fetch import expand_home, resolve_model
 from edgellm.memory import MemoryBudget
 from edgellm.prompts import PromptLimits
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from edgellm.decoding.base import DecodingStrategy
     from edgellm.models.loader import LoadedModel
     from edgellm.plugins import Plugins
+    from edgellm.runtime.batch import Executor
     from edgellm.runtime.placement import Placement
     from edgellm.runtime.rank_runtime import LLMRankRuntime
 
-DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]*))?")
 PAGE_SIZES = (1, 512)
 
 
@@ -91,6 +92,10 @@ class LoadOptions:
     def placement_options(self) -> PlacementOptions:
         """What the device's part of the deployment needs to know."""
         scheduling = self.scheduling_options()
+        step_tokens, option = max(
+            (scheduling.max_num_tokens, "scheduling.max_num_tokens"),
+            (scheduling.max_prompt_step_tokens, "scheduling.max_prompt_step_tokens"),
+        )
         return PlacementOptions(
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
@@ -98,7 +103,8 @@ class LoadOptions:
             kv_budget=self.kv_budget,
             page_size=self.page_size,
             max_batch_size=self.max_batch_size,
-            step_tokens=max(scheduling.max_num_tokens, scheduling.max_prompt_step_tokens),
+            step_tokens=step_tokens,
+            step_tokens_option=f"{option} (now {step_tokens})" if step_tokens else "",
             measures_steps=scheduling.step_time_budget_ms is not None,
         )
 
@@ -109,6 +115,7 @@ class Parts:
 
     Attributes:
         device_healthy: asked before a lost session is replaced; None takes the device for healthy.
+        release_memory: called once all of this was closed and let go; None where nobody keeps memory beyond that.
     """
 
     model_name: str
@@ -118,6 +125,7 @@ class Parts:
     limits: PromptLimits
     memory_budget: MemoryBudget
     device_healthy: Callable[[], bool] | None = None
+    release_memory: Callable[[], None] | None = None
 
 
 def assemble(
@@ -132,14 +140,16 @@ def assemble(
         InvalidArgumentError, FetchError, UnsupportedModelError, WeightFileError: see `LLM`.
     """
     from edgellm.runtime.placement import place
+    from edgellm.runtime.torch_state import plain_torch
     from edgellm.tokenization.tokenizer import load_tokenizer
 
     envs.cpu_isa_limit()  # the kernels read the variable themselves and take nonsense for no limit
-    placement = place(options.device, options.placement_options())
-    path = resolve_model(options.model, on_progress=on_fetch)
-    model = placement.load_model(path, on_load)
-    tokenizer = load_tokenizer(path if options.tokenizer is None else expand_home("tokenizer", options.tokenizer))
-    return connect(options, placement, model, tokenizer)
+    with plain_torch():
+        placement = place(options.device, options.placement_options())
+        path = resolve_model(options.model, on_progress=on_fetch)
+        model = placement.load_model(path, on_load)
+        tokenizer = load_tokenizer(path if options.tokenizer is None else expand_home("tokenizer", options.tokenizer))
+        return connect(options, placement, model, tokenizer)
 
 
 def connect(options: LoadOptions, placement: Placement, model: LoadedModel, tokenizer: Any) -> Parts:
@@ -157,7 +167,11 @@ def connect(options: LoadOptions, placement: Placement, model: LoadedModel, toke
     plugins = load_plugins()
     max_model_len = _choose_max_model_len(options, model)
     kind, decoder = _build_decoder(options, model, plugins, max_model_len)
-    draft = DraftSizes(decoder.draft_bytes_per_page(), decoder.boundary_hidden_width())
+    draft = DraftSizes(
+        decoder.draft_bytes_per_page(),
+        decoder.boundary_hidden_width(),
+        decoder.required_kv_headroom().base_extra_tokens if decoder.is_speculative else 1,
+    )
     budget = placement.size_pool(model, max_model_len, draft)
     deployment = DeploymentConfig(
         max_batch_size=options.max_batch_size,
@@ -169,6 +183,7 @@ def connect(options: LoadOptions, placement: Placement, model: LoadedModel, toke
     )
     draft_cache = decoder.open_draft(budget.num_pages) if draft.bytes_per_page else None
     executor = placement.build_executor(model, budget, deployment, draft, draft_cache)
+    _check_takes_trees(options, executor)
     runtime = LLMRankRuntime(
         executor,
         tokenizer,
@@ -194,6 +209,7 @@ def connect(options: LoadOptions, placement: Placement, model: LoadedModel, toke
         ),
         memory_budget=budget,
         device_healthy=placement.healthy,
+        release_memory=placement.release_memory,
     )
 
 
@@ -220,7 +236,23 @@ def _build_decoder(
         max_batch_size=options.max_batch_size,
         max_model_len=max_model_len,
     )
-    return kind, build_decoder(plugins.choose_decoder(kind), context)
+    decoder = build_decoder(plugins.choose_decoder(kind), context)
+    if speculative is not None and speculative.top_k > 1 and not decoder.capabilities().trees:
+        raise InvalidArgumentError(f"top_k is {speculative.top_k}, and decoder {kind!r} proposes chains; pass top_k=1")
+    return kind, decoder
+
+
+def _check_takes_trees(options: LoadOptions, executor: Executor) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the decoder is to propose trees, and the device verifies chains alone.
+    """
+    speculative = speculative_options(options.speculative)
+    if speculative is not None and speculative.top_k > 1 and not hasattr(executor, "commit_rows"):
+        raise UnsupportedModelError(
+            f"top_k is {speculative.top_k}, and {executor.device.name} verifies chains only for now; pass top_k=1, or "
+            "device='cpu'"
+        )
 
 
 def _choose_max_model_len(options: LoadOptions, model: LoadedModel) -> int:

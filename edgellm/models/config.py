@@ -170,6 +170,20 @@ class ModelConfig:
         return float(self.head_dim**-0.5)
 
     @property
+    def linear_widths(self) -> tuple[tuple[str, int], ...]:
+        """Name and elements of every kind of row that a linear layer reads."""
+        return (
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_heads * head_dim", self.q_size),
+        )
+
+    @property
+    def expert_widths(self) -> tuple[tuple[str, int], ...]:
+        """The same of experts; empty where the model has none."""
+        return ()
+
+    @property
     def unread_tensors(self) -> tuple[str, ...]:
         """Prefixes of stored tensors that this model has no use for."""
         return ()

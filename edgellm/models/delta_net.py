@@ -71,7 +71,8 @@ class DeltaNet:
         self, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, recurrent: RecurrentStep
     ) -> None:
         delta = self._delta
-        decay, beta = delta_gates(a, b, self._rate, self._dt_bias)
+        decay, beta = torch.empty((2, *a.shape)).unbind(0)
+        delta_gates(a, b, self._rate, self._dt_bias, decay, beta)
         q, k, v = torch.split(mixed, [delta.key_size, delta.key_size, delta.value_size], dim=1)
         gated_delta(
             q.view(-1, delta.num_key_heads, delta.key_dim),

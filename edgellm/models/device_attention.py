@@ -1,18 +1,24 @@
-"""Attention of one step on the device: which operator serves which rows."""
+"""Attention of one step on the device: which operator serves which rows of which layer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from edgellm.models.config import ModelConfig
-    from edgellm.models.device_graph import Attend, HeadNorms
+    from collections.abc import Iterator
+
+    from edgellm.models.config import KVLayer, ModelConfig
     from edgellm.models.device_ops import DeviceOps
+    from edgellm.models.device_step import Attend
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.runtime.step_inputs import StepShape, StepTensors
+
+TENSOR_CORE_HEADS = (64, 128, 256)
+WIDE_HEAD = 512  # these have a tensor-core kernel of their own
 
 
 class AttentionMode(Enum):
@@ -31,12 +37,70 @@ class AttentionMode(Enum):
         return self is AttentionMode.SPLIT
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The keys and values of a layer, and which operators attend to them.
+
+    Attributes:
+        mode: EXACT where the usual kernels do not take such heads.
+        is_wide: they have a tensor-core kernel of their own still, for rows of any number of tokens.
+    """
+
+    kind: KVLayer
+    mode: AttentionMode
+    is_wide: bool = False
+
+    @classmethod
+    def of(cls, kind: KVLayer, mode: AttentionMode) -> _Layer:
+        """In a model that is served in `mode`."""
+        if kind.head_dim in TENSOR_CORE_HEADS:
+            return cls(kind, mode)
+        return cls(kind, AttentionMode.EXACT, mode is not AttentionMode.EXACT and kind.head_dim == WIDE_HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a step: their tokens, and what ragged attention reads of them."""
+
+    tokens: slice
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    past_len: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """Some token rows of a step, each of which attends by itself in a layer that owns no K and V.
+
+    Attributes:
+        slots, past_len, lengths: (C,) int32, as in `StepTensors`, of each token.
+    """
+
+    slots: torch.Tensor
+    past_len: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of_logits(cls, step: StepTensors, room: torch.Tensor) -> ChosenRows:
+        """The rows whose logits are wanted, laid out on the device.
+
+        Args:
+            room: (4, L) int32, memory for them.
+        """
+        sequence, slots, past_len, lengths = room.unbind(0)
+        torch.index_select(step.token_seq, 0, step.logits_index, out=sequence)
+        # Padding takes the place of a row that is there: it reads what that one reads, and nobody reads it.
+        torch.index_select(step.slots, 0, sequence.clamp_(min=0), out=slots)
+        torch.index_select(step.positions, 0, step.logits_index, out=past_len)
+        torch.add(past_len, 1, out=lengths)
+        return cls(slots, past_len, lengths)
+
+
 class DeviceAttention:
     """Holds what every step shares: pool, page table and workspace.
 
     Args:
         page_table: (num_slots, pages_per_slot) int32, the device's copy.
-        head_norms: of each layer.
     """
 
     def __init__(
@@ -46,18 +110,18 @@ class DeviceAttention:
         ops: DeviceOps,
         kv_cache: KVCache,
         page_table: torch.Tensor,
-        head_norms: list[HeadNorms],
         mode: AttentionMode,
     ) -> None:
-        self._config = config
+        self._num_heads = config.num_heads
+        self._scale = config.attention_scale
+        self._eps = config.rms_norm_eps
         self._ops = ops
         self._kv_cache = kv_cache
         self._page_table = page_table
-        self._head_norms = head_norms
-        self._mode = mode
-        self._scale = config.head_dim**-0.5
+        self._layers = [_Layer.of(kind, mode) for kind in config.kv_layers]
         self._decode_workspace = self._new_workspace(0)
         self._prefill_workspace = self._new_workspace(0)
+        self._single_starts: list[torch.Tensor] = []
 
     def workspace_bytes(self, max_rows: int, max_keys: int) -> tuple[int, int]:
         """Bytes that decode attention and ragged attention need beside the pool.
@@ -65,97 +129,169 @@ class DeviceAttention:
         Args:
             max_rows: sequences of a step.  max_keys: tokens of one sequence.
         """
-        if self._mode is AttentionMode.EXACT:
-            return 0, 0
-        if self._mode is AttentionMode.DETERMINISTIC:
-            return 0, self._ops.prefill_workspace_bytes(max_rows, max_keys, self._config)
-        decode = self._ops.decode_workspace_bytes(max_rows, self._config)
-        return decode, self._ops.prefill_workspace_bytes(0, 0, self._config)
+        decode, prefill = 0, 0
+        for mode, head_dim in dict.fromkeys((layer.mode, layer.kind.head_dim) for layer in self._layers):
+            if mode is AttentionMode.DETERMINISTIC:
+                ragged = self._ops.prefill_workspace_bytes(max_rows, max_keys, self._num_heads, head_dim)
+                prefill = max(prefill, ragged)
+            elif mode is AttentionMode.SPLIT:
+                decode = max(decode, self._ops.decode_workspace_bytes(max_rows, self._num_heads, head_dim))
+                prefill = max(prefill, self._ops.prefill_workspace_bytes(0, 0, self._num_heads, head_dim))
+        return decode, prefill
 
     def reserve(self, max_rows: int, max_keys: int) -> None:
         """Allocate for the largest step; once, before anything is captured."""
         decode, prefill = self.workspace_bytes(max_rows, max_keys)
         self._decode_workspace = self._new_workspace(decode)
         self._prefill_workspace = self._new_workspace(prefill)
+        self._starts_of_single_tokens(max_rows)
 
     def _new_workspace(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._page_table.device)
 
     def bind(self, step: StepTensors, shape: StepShape) -> Attend:
-        """The attention of a step of `shape` over its input tensors."""
+        """The attention of a step of `shape` over its input tensors; see `device_step.Attend`.
 
-        def attend(layer: int, qkv: torch.Tensor, angles: torch.Tensor, out: torch.Tensor) -> None:
-            pages = self._kv_cache.pages(layer)
-            self._write(layer, qkv, angles, pages, step)
-            if shape.context_rows:
-                self._attend_context(qkv, pages, step, shape, out)
-            if shape.decode_rows:
-                self._attend_decode(layer, qkv, pages, step, shape, out)
+        What a layer may add: `query_norm`, `key_norm` and `value_norm`, (head_dim,) float32 weights of norms over each
+        head; `chosen`, the token rows of the step that the rows of qkv are, where K and V are another layer's.
+        A qkv as wide as out has no K and V of its own; angles may be None.
+        """
+
+        def attend(
+            kv_layer: int,
+            qkv: torch.Tensor,
+            angles: torch.Tensor | None,
+            out: torch.Tensor,
+            *,
+            query_norm: torch.Tensor | None = None,
+            key_norm: torch.Tensor | None = None,
+            value_norm: torch.Tensor | None = None,
+            chosen: ChosenRows | None = None,
+        ) -> None:
+            layer, pages = self._layers[kv_layer], self._kv_cache.pages(kv_layer)
+            writes = qkv.shape[1] > out.shape[1]
+            places = (step.slots, step.token_seq, step.positions) if chosen is None else (None, None, None)
+            self._ops.rope_kv_write(
+                qkv,
+                angles,
+                pages if writes else None,
+                self._page_table,
+                *places,
+                num_heads=self._num_heads,
+                num_kv_heads=layer.kind.num_kv_heads if writes else 0,
+                head_dim=layer.kind.head_dim,
+                rotary_dim=None if angles is None else 2 * angles.shape[2],
+                query_norm=query_norm,
+                key_norm=key_norm,
+                value_norm=value_norm,
+                eps=self._eps,
+            )
+            if chosen is None:
+                self._attend(kv_layer, layer, qkv, pages, step, shape, out)
+            else:
+                self._attend_chosen(layer, qkv, pages, chosen, out)
 
         return attend
 
-    def _write(
-        self, layer: int, qkv: torch.Tensor, angles: torch.Tensor, pages: torch.Tensor, step: StepTensors
-    ) -> None:
-        norms = self._head_norms[layer]
-        self._ops.rope_kv_write(
-            qkv,
-            angles,
-            pages,
-            self._page_table,
-            step.slots,
-            step.token_seq,
-            step.positions,
-            num_heads=self._config.num_heads,
-            num_kv_heads=self._config.num_kv_heads,
-            head_dim=self._config.head_dim,
-            query_norm=norms.query,
-            key_norm=norms.key,
-            eps=self._config.rms_norm_eps,
-        )
-
-    def _attend_context(
-        self, qkv: torch.Tensor, pages: torch.Tensor, step: StepTensors, shape: StepShape, out: torch.Tensor
-    ) -> None:
-        tokens, rows = shape.context_tokens, shape.context_rows
-        arguments = (
-            qkv[:tokens],
-            pages,
-            self._page_table,
-            step.slots[:rows],
-            step.query_start[: rows + 1],
-            step.past_len[:rows],
-            out[:tokens],
-        )
-        heads, scale = self._config.num_heads, self._scale
-        if self._mode is AttentionMode.EXACT:
-            self._ops.paged_attention_exact(*arguments, num_heads=heads, scale=scale)
-        elif self._mode is AttentionMode.DETERMINISTIC:
-            self._ops.paged_prefill(
-                *arguments, num_heads=heads, scale=scale, deterministic=True, workspace=self._prefill_workspace
-            )
-        else:
-            self._ops.paged_prefill(*arguments, num_heads=heads, scale=scale, workspace=self._prefill_workspace)
-
-    def _attend_decode(
+    def _attend(
         self,
-        layer: int,
+        kv_layer: int,
+        layer: _Layer,
         qkv: torch.Tensor,
         pages: torch.Tensor,
         step: StepTensors,
         shape: StepShape,
         out: torch.Tensor,
     ) -> None:
-        self._ops.paged_decode(
-            qkv[shape.context_tokens :],
+        apart = layer.mode is AttentionMode.SPLIT
+        for rows in self._ragged_rows(step, shape, with_decode=not apart):
+            self._attend_ragged(layer, qkv, pages, rows, out)
+        if apart and shape.decode_rows:
+            tokens, rows_before = shape.context_tokens, shape.context_rows
+            places = step.slots[rows_before:], step.lengths[rows_before:]
+            # The decode kernel of the layer below has waited for the step's inputs, and for every step before.
+            self._attend_decode(layer, qkv[tokens:], pages, *places, out[tokens:], early_reads=kv_layer > 0)
+
+    def _attend_chosen(
+        self, layer: _Layer, query: torch.Tensor, pages: torch.Tensor, chosen: ChosenRows, out: torch.Tensor
+    ) -> None:
+        """Every row as a sequence of one token."""
+        if layer.mode is AttentionMode.SPLIT:
+            self._attend_decode(layer, query, pages, chosen.slots, chosen.lengths, out, early_reads=False)
+            return
+        starts = self._starts_of_single_tokens(len(query))
+        self._attend_ragged(layer, query, pages, _Rows(slice(None), chosen.slots, starts, chosen.past_len), out)
+
+    def _ragged_rows(self, step: StepTensors, shape: StepShape, *, with_decode: bool) -> Iterator[_Rows]:
+        """Context rows, and then decode rows, which are sequences of one token.
+
+        Padding may stand between the two, so each part has starts of its own.
+        """
+        context = shape.context_rows
+        if context:
+            tokens = slice(0, shape.context_tokens)
+            yield _Rows(tokens, step.slots[:context], step.query_start[: context + 1], step.past_len[:context])
+        if with_decode and shape.decode_rows:
+            starts = self._starts_of_single_tokens(shape.decode_rows)
+            tokens = slice(shape.context_tokens, None)
+            yield _Rows(tokens, step.slots[context:], starts, step.past_len[context:])
+
+    def _starts_of_single_tokens(self, count: int) -> torch.Tensor:
+        """(count + 1,) int32: 0, 1, 2, ..., at an address that stays."""
+        for starts in self._single_starts:
+            if count < len(starts):
+                return starts[: count + 1]
+        starts = torch.arange(count + 1, dtype=torch.int32, device=self._page_table.device)
+        self._single_starts.append(starts)
+        return starts
+
+    def _attend_ragged(
+        self, layer: _Layer, qkv: torch.Tensor, pages: torch.Tensor, rows: _Rows, out: torch.Tensor
+    ) -> None:
+        arguments = (
+            qkv[rows.tokens],
             pages,
             self._page_table,
-            step.slots[shape.context_rows :],
-            step.lengths[shape.context_rows :],
-            out[shape.context_tokens :],
+            rows.slots,
+            rows.query_start,
+            rows.past_len,
+            out[rows.tokens],
+        )
+        heads, scale, window = self._num_heads, self._scale, layer.kind.window
+        if layer.mode is AttentionMode.EXACT:
+            attend = self._ops.paged_attention_wide if layer.is_wide else self._ops.paged_attention_exact
+            attend(*arguments, num_heads=heads, scale=scale, window=window)
+            return
+        self._ops.paged_prefill(
+            *arguments,
+            num_heads=heads,
+            scale=scale,
+            window=window,
+            deterministic=layer.mode is AttentionMode.DETERMINISTIC,
+            workspace=self._prefill_workspace,
+        )
+
+    def _attend_decode(
+        self,
+        layer: _Layer,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        early_reads: bool,
+    ) -> None:
+        self._ops.paged_decode(
+            query,
+            pages,
+            self._page_table,
+            slots,
+            lengths,
+            out,
             self._decode_workspace,
-            num_heads=self._config.num_heads,
+            num_heads=self._num_heads,
             scale=self._scale,
-            # The decode kernel of the layer below has waited for the step's inputs, and for every step before.
-            early_reads=layer > 0,
+            window=layer.kind.window,
+            early_reads=early_reads,
         )

@@ -39,7 +39,10 @@ class PinnedUpload:
     def __init__(self, source: PieceReader, device: torch.device, *, piece_bytes: int = PIECE_BYTES) -> None:
         self._source = source
         gpu = device.type == "cuda"
-        self._buffers = [torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=gpu) for _ in range(_NUM_BUFFERS)]
+        # The device is named, because torch pins nothing that its default device would take elsewhere.
+        self._buffers = [
+            torch.empty(piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=gpu) for _ in range(_NUM_BUFFERS)
+        ]
         self._copied = [torch.cuda.Event() if gpu else None for _ in self._buffers]  # type: ignore[no-untyped-call]
         self._turn = 0
 

@@ -111,6 +111,25 @@ class QwenHybridConfig(ModelConfig):
         return self.layer_kinds.count(ATTENTION)
 
     @property
+    def linear_widths(self) -> tuple[tuple[str, int], ...]:
+        widths = [
+            ("hidden_size", self.hidden_size),
+            ("num_heads * head_dim", self.q_size),
+            ("linear_num_value_heads * linear_value_head_dim", self.delta.value_size),
+        ]
+        if not all(self.moe_layers):
+            widths.append(("intermediate_size", self.intermediate_size))
+        if self.moe is not None:
+            widths.append(("shared_expert_intermediate_size", self.moe.shared_size))
+        return tuple(widths)
+
+    @property
+    def expert_widths(self) -> tuple[tuple[str, int], ...]:
+        if self.moe is None:
+            return ()
+        return (("hidden_size", self.hidden_size), ("moe_intermediate_size", self.moe.expert_size))
+
+    @property
     def recurrent_pieces(self) -> tuple[StatePiece, ...]:
         delta = self.delta
         conv = (delta.conv_size, delta.conv_width - 1)

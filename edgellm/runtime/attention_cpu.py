@@ -133,6 +133,7 @@ class AttentionStep:
     ) -> PagedAttention:
         """Token rows of the step, each read from its row of matrices with `num_rows`."""
         batch = self._batch
+        tree_mask, tree_start = batch.tree_mask, batch.past_len if batch.tree_start is None else batch.tree_start
         return PagedAttention(
             pages=self._kv_cache.pages(layer),
             num_heads=self._num_heads,
@@ -144,6 +145,8 @@ class AttentionStep:
             scale=self._scale,
             window=kind.window,
             short_step=num_rows <= SKINNY_ROWS,
+            tree_mask=None if tree_mask is None else tree_mask[tokens],
+            tree_start=None if tree_mask is None else np.repeat(tree_start, batch.query_len)[tokens],
         )
 
     def _lay_out_many(self, batch: RaggedBatch, seq: int, kind: KVLayer) -> _ManyTokens:
@@ -169,12 +172,14 @@ def _mask(past: int, length: int, first_key: int, window: int, dtype: torch.dtyp
 
 
 def runs_token_by_token(batch: RaggedBatch) -> npt.NDArray[np.bool_]:
-    """(N,) which sequences attend one token after the other: single tokens, and what a decoder verifies.
+    """(N,) which sequences attend one token after the other: single tokens, trees, and what a decoder verifies.
 
     A verified token then gets the logits that plain decoding gives it, to the bit.
     """
     selected = np.bincount(batch.logits_to_seq, minlength=batch.num_sequences)
     apart: npt.NDArray[np.bool_] = (batch.query_len == 1) | (selected > 1)
+    if batch.tree_mask is not None:
+        apart |= batch.tree_mask[batch.query_start[:-1]].any(axis=1)
     return apart
 
 
@@ -185,11 +190,12 @@ def kv_offsets(batch: RaggedBatch, page_size: int, num_pages: int) -> npt.NDArra
         ContractViolation: a sequence needs a page that its row does not have.
     """
     slots = np.repeat(batch.state_index, batch.query_len)
-    blocks = batch.positions // page_size
+    places = batch.positions if batch.tree_mask is None else batch.places
+    blocks = places // page_size
     if len(blocks) and int(blocks.max()) >= batch.page_rows.shape[1]:
         token = int(blocks.argmax())
         raise ContractViolation(
-            f"position {batch.positions[token]} needs block {blocks[token]}, but a page row has "
+            f"position {places[token]} needs block {blocks[token]}, but a page row has "
             f"{batch.page_rows.shape[1]} blocks of {page_size} tokens; refuse prompts beyond this length"
         )
     for slot, past, query in zip(
@@ -201,4 +207,4 @@ def kv_offsets(batch: RaggedBatch, page_size: int, num_pages: int) -> npt.NDArra
                 f"slot {slot} reads and writes positions [0, {past + query}), but its page row {pages.tolist()} has "
                 f"entries outside [0, {num_pages}); grow the row before the step"
             )
-    return batch.page_rows[slots, blocks].astype(np.int64) * page_size + batch.positions % page_size
+    return batch.page_rows[slots, blocks].astype(np.int64) * page_size + places % page_size

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from edgellm.cache.types import BaseStateKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     import numpy.typing as npt
     import torch
 
@@ -39,7 +40,12 @@ class RaggedBatch:
         logits_index: (L,) int64, token row of each selected logits row.
         logits_to_seq: (L,) int32, sequence of each selected logits row.
         draft_page_rows: the same view of the draft model's page table, where it has pages of its own.
-        max_drafts: (N,) int32, most tokens a speculative decoder may propose for each sequence; None is no limit.
+        max_drafts: (N,) int32, longest run a speculative decoder may propose for each sequence; None is no limit.
+        tree_mask: (T, words) int32, for batches with trees of proposals: where bit j % 32 of word j // 32 is set, the
+            token sees the one at place `tree_start` + j of its sequence, and no others from there on.  Its own bit is
+            set, none above it is, and `positions` counts the bits: siblings have one position and places of their own.
+            A row of zeros sees what stands before it, as without a mask.
+        tree_start: (N,) int32, first place that each sequence's bits speak of; None is `past_len`.
     """
 
     token_ids: Int32Array
@@ -53,6 +59,16 @@ class RaggedBatch:
     logits_to_seq: Int32Array
     draft_page_rows: Int32Array | None = None
     max_drafts: Int32Array | None = None
+    tree_mask: Int32Array | None = None
+    tree_start: Int32Array | None = None
+
+    @property
+    def places(self) -> Int32Array:
+        """(T,) int32, where in its sequence each token's K and V are kept: its position, but for tokens of a tree."""
+        shifts: Int32Array = np.repeat(self.past_len - self.query_start[:-1], self.query_len)
+        places: Int32Array = np.arange(self.num_tokens, dtype=np.int32)
+        places += shifts
+        return places
 
     @property
     def num_sequences(self) -> int:
@@ -149,5 +165,19 @@ class VerifyingExecutor(Executor, Protocol):
             state_index: resident slots, each of which had a row in the latest forward.
             kept: at least 1, at most the row's tokens.
         Attention state behind the kept tokens may stay: it is written again.  Without recurrent state a no-op.
+        """
+        ...
+
+
+class TreeExecutor(Protocol):
+    """A `VerifyingExecutor` that takes batches with a `tree_mask`."""
+
+    def commit_rows(self, state_index: Sequence[int], past: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Move K and V of accepted tree rows side by side: place past + rows[i] to place past + i, in all layers.
+
+        Args:
+            state_index: resident slots, each of which had a row in the latest forward.
+            past: (N,) tokens before each tree.
+            rows: rows of each sequence in the latest forward, rising.
         """
         ...

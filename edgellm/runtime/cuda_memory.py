@@ -1,4 +1,4 @@
-"""Where a GPU's memory goes: weights, scratch, graphs, and what is left for the KV pool."""
+"""Where a GPU's memory goes: weights, scratch, graphs, checkpoints, and what is left for pages and kept state."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 from edgellm.errors import InvalidArgumentError
 from edgellm.memory import format_bytes
-from edgellm.models.device_graph import GraphScratch
+from edgellm.models.device_buffers import GraphScratch
 from edgellm.runtime.cuda_graphs import MAX_GRAPHS
+from edgellm.runtime.recurrent_state import state_bytes
 from edgellm.runtime.step_buckets import StepBuckets
 
 if TYPE_CHECKING:
     import torch
 
-    from edgellm.models.config import ModelConfig
+    from edgellm.models.device_step import DeviceFamilyGraph
     from edgellm.runtime.device_cuda import CudaDevice
     from edgellm.runtime.executor_cuda import ExecutorLimits
 
@@ -24,6 +25,7 @@ DEFAULT_UNIFIED_POOL_FRACTION = 0.6
 
 _LIBRARY_BYTES = 160 << 20  # cuBLAS workspaces of two streams, loaded kernels
 _SAMPLING_COPIES = 4  # of the logits rows: edited, filtered, sorted, ids
+_DRAFT_ROWS = 3  # hidden rows of a token that a draft may ask for, one a layer
 _GRAPH_BYTES = 1 << 20  # one captured graph of a step, its kernel nodes
 
 
@@ -35,6 +37,7 @@ class DeviceMemory:
         free_bytes: what an allocation could use now, with the weights loaded.
         scratch_bytes: reserved for a step's rows, logits, sampling and the libraries.
         graph_bytes: reserved for captured graphs.
+        verify_bytes: recurrent state after each token of a verification.
     """
 
     device_name: str
@@ -42,12 +45,13 @@ class DeviceMemory:
     free_bytes: int
     scratch_bytes: int
     graph_bytes: int
+    verify_bytes: int = 0
     is_unified: bool = False
 
     @property
     def pool_bytes(self) -> int:
-        """The most that the KV pool can have."""
-        return max(0, self.free_bytes - self.scratch_bytes - self.graph_bytes)
+        """The most that pages, live recurrent state and kept checkpoints of it can have."""
+        return max(0, self.free_bytes - self.scratch_bytes - self.graph_bytes - self.verify_bytes)
 
     @property
     def default_fraction(self) -> float:
@@ -56,19 +60,27 @@ class DeviceMemory:
 
     def describe(self) -> str:
         """One line beside the pool's own."""
+        verify = f", state while verifying {format_bytes(self.verify_bytes)}" if self.verify_bytes else ""
         shared = ", shared with the host" if self.is_unified else ""
         return (
             f"{self.device_name}: weights {format_bytes(self.weights_bytes)}, scratch "
-            f"{format_bytes(self.scratch_bytes)}, graphs {format_bytes(self.graph_bytes)}, "
+            f"{format_bytes(self.scratch_bytes)}, graphs {format_bytes(self.graph_bytes)}{verify}, "
             f"{format_bytes(self.free_bytes)} free after the weights{shared}"
         )
 
 
 def measure(
-    device: CudaDevice, config: ModelConfig, dtype: torch.dtype, weights_bytes: int, limits: ExecutorLimits
+    device: CudaDevice,
+    graph: DeviceFamilyGraph,
+    dtype: torch.dtype,
+    weights_bytes: int,
+    limits: ExecutorLimits,
+    large_step_option: str = "",
 ) -> DeviceMemory:
     """The memory of a device that holds the weights already.
 
+    Args:
+        large_step_option: the option that made `limits.step_tokens` larger than it is without, for the message.
     Raises:
         InvalidArgumentError: nothing is left for the KV pool.
     """
@@ -76,32 +88,45 @@ def measure(
         device_name=device.name,
         weights_bytes=weights_bytes,
         free_bytes=device.free_memory_bytes(),
-        scratch_bytes=scratch_bytes(config, dtype, limits),
-        graph_bytes=graph_bytes(limits.num_slots),
+        scratch_bytes=scratch_bytes(graph, dtype, limits),
+        graph_bytes=graph_bytes(limits),
+        verify_bytes=limits.checkpoint_rows * state_bytes(graph.config.recurrent_pieces),
         is_unified=device.is_integrated,
     )
     if not memory.pool_bytes:
+        drafts = " or num_drafts of the speculation" if limits.verify_tokens > 1 else ""
+        lower = f"max_batch_size (now {limits.num_slots}){drafts}"
+        if large_step_option:
+            lower = f"{large_step_option}, then {lower}"
         raise InvalidArgumentError(
-            f"nothing is left for the KV pool on {memory.describe()}; lower max_batch_size (now {limits.num_slots}) or "
-            "scheduling.max_num_tokens, load a smaller dtype or model, or end other programs on the GPU"
+            f"nothing is left for the KV pool on {memory.describe()}; lower {lower}, load a smaller dtype or model, or "
+            "end other programs on the GPU"
         )
     return memory
 
 
-def scratch_bytes(config: ModelConfig, dtype: torch.dtype, limits: ExecutorLimits) -> int:
+def scratch_bytes(graph: DeviceFamilyGraph, dtype: torch.dtype, limits: ExecutorLimits) -> int:
     """Bytes beside weights and pool that the largest ordinary step takes.
 
     It is sized by the step's token budget, never by batch x context: prompts run in chunks.
     """
     largest = limits.largest_step()
     logits = largest.logits
-    rows = GraphScratch.bytes_for(config, dtype, tokens=largest.tokens, logits=logits)
-    return rows + logits * config.vocab_size * 4 * _SAMPLING_COPIES + _LIBRARY_BYTES
+    rows = GraphScratch.bytes_for(
+        graph,
+        dtype,
+        tokens=largest.tokens,
+        rows=largest.rows,
+        logits=logits,
+        hidden_width=_DRAFT_ROWS * graph.config.hidden_size if limits.verify_tokens > 1 else 0,
+    )
+    return rows + logits * graph.config.vocab_size * 4 * _SAMPLING_COPIES + _LIBRARY_BYTES
 
 
-def graph_bytes(max_batch_size: int) -> int:
+def graph_bytes(limits: ExecutorLimits) -> int:
     """Bytes that captured graphs may take: those made at start, and twice as many that come up later."""
-    at_start = len(StepBuckets.of(max_batch_size, decode_apart=True).at_start())
+    buckets = StepBuckets.of(limits.num_slots, decode_apart=True, verify_tokens=limits.verify_tokens)
+    at_start = len(buckets.at_start()) + len(buckets.verified_at_start())
     return min(MAX_GRAPHS, 3 * at_start) * _GRAPH_BYTES
 
 

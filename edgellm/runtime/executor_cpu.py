@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from edgellm.errors import ContractViolation, InvalidArgumentError, StepDeviceError
+from edgellm.errors import ContractViolation, StepDeviceError
 from edgellm.models.registry import family_of
 from edgellm.runtime.attention_cpu import AttentionStep
 from edgellm.runtime.batch import StateResources, VerifyForward
 from edgellm.runtime.device import CpuDevice
+from edgellm.runtime.recurrent_state import check_recurrent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,11 +51,7 @@ class CpuExecutor:
         snapshots: HybridSnapshotStorage | None = None,
     ) -> None:
         kv_cache.check_model(model.config)
-        if (recurrent is None) is not (not model.config.recurrent_pieces):
-            raise InvalidArgumentError(
-                f"the model has {len(model.config.recurrent_pieces)} pieces of recurrent state; "
-                f"recurrent is {recurrent!r}, so build it with RecurrentState(model.config.recurrent_pieces, slots)"
-            )
+        check_recurrent(model.config, recurrent)
         self._graph = family_of(model.config.architecture).build_graph(model)
         self._dtype = model.weights.dtype
         self._kv_cache = kv_cache
@@ -62,6 +59,7 @@ class CpuExecutor:
         self._snapshots = snapshots
         self._device = CpuDevice()
         self._hidden: HiddenRequest | None = None
+        self._page_rows: npt.NDArray[np.int32] | None = None  # of the latest forward
 
     @property
     def device(self) -> Device:
@@ -112,9 +110,25 @@ class CpuExecutor:
         if self._recurrent is not None:
             self._recurrent.rewind(state_index, kept)
 
+    def commit_rows(self, state_index: Sequence[int], past: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """See `TreeExecutor`."""
+        page_size, table = self._kv_cache.page_size, self._page_rows
+        if table is None:
+            raise ContractViolation("rows are committed and no forward ran before")
+        sources: list[npt.NDArray[np.int64]] = []
+        targets: list[npt.NDArray[np.int64]] = []
+        for slot, length, kept in zip(state_index, past, rows, strict=True):
+            for offsets, places in ((sources, np.array(kept)), (targets, np.arange(len(kept)))):
+                places = length + places
+                offsets.append(table[slot, places // page_size].astype(np.int64) * page_size + places % page_size)
+        self._kv_cache.move_tokens(np.concatenate(sources), np.concatenate(targets))
+
     @torch.inference_mode()
     def _run(self, batch: RaggedBatch, hidden: HiddenRequest | None, verified: Sequence[int]) -> GraphOutput:
         check_batch(batch, self.vocab_size)
+        if batch.tree_mask is not None and self._recurrent is not None:
+            raise ContractViolation("trees branch, and recurrent state does not; propose chains to this model")
+        self._page_rows = batch.page_rows
         step = CpuStep(batch, self._graph.config, self._kv_cache, self._dtype, self._recurrent)
         try:
             if self._recurrent is not None:
@@ -183,12 +197,31 @@ def check_batch(batch: RaggedBatch, vocab_size: int) -> None:
             f"query_start {batch.query_start.tolist()} is not the prefix sum of query_len {batch.query_len.tolist()} "
             f"over {num_tokens} tokens"
         )
-    expected = np.arange(num_tokens) + np.repeat(batch.past_len - batch.query_start[:-1], batch.query_len)
-    if not np.array_equal(batch.positions, expected):
-        raise ContractViolation("positions do not continue past_len; rebuild the batch")
+    if not np.array_equal(batch.positions, _positions(batch)):
+        raise ContractViolation("positions do not continue past_len, or the tree of the batch; rebuild the batch")
     if batch.token_ids.min() < 0 or batch.token_ids.max() >= vocab_size:
         bad = batch.token_ids[(batch.token_ids < 0) | (batch.token_ids >= vocab_size)]
         raise ContractViolation(f"token id {bad[0]} is not in [0, {vocab_size}); validate prompts before admission")
     index = batch.logits_index
     if len(index) and (index.min() < 0 or index.max() >= num_tokens):
         raise ContractViolation(f"logits rows {index.tolist()} are not all in [0, {num_tokens})")
+
+
+def _positions(batch: RaggedBatch) -> npt.NDArray[np.int32]:
+    """(T,) int32, the positions that lengths and trees give.
+
+    Raises:
+        ContractViolation: a tree's bits are not those of a token and of tokens in front of it.
+    """
+    places, mask = batch.places, batch.tree_mask
+    if mask is None:
+        return places
+    if mask.dtype != np.int32 or mask.ndim != 2 or len(mask) != batch.num_tokens:
+        raise ContractViolation(f"tree_mask is {mask.shape} {mask.dtype}; ({batch.num_tokens}, words) int32 is needed")
+    bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), axis=1, bitorder="little")
+    of_tree = bits.any(axis=1)
+    starts = np.repeat(batch.past_len if batch.tree_start is None else batch.tree_start, batch.query_len)
+    last = bits.shape[1] - 1 - bits[:, ::-1].argmax(axis=1)
+    if not np.array_equal((starts + last)[of_tree], places[of_tree]):
+        raise ContractViolation("a token of a tree does not see itself, or sees one behind it; rebuild the mask")
+    return np.where(of_tree, starts + bits.sum(axis=1, dtype=np.int32) - 1, places)

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from edgellm.errors import ContractViolation, EdgeLLMError, InvalidArgumentError, StepDeviceError
+from edgellm.errors import ContractViolation, EdgeLLMError, StepDeviceError
 from edgellm.models.device_attention import AttentionMode, DeviceAttention
-from edgellm.models.device_graph import DeviceGraph, GraphScratch
+from edgellm.models.registry import family_of
 from edgellm.runtime._step_packing import count_single_tail
+from edgellm.runtime.batch import StateResources, VerifyForward
+from edgellm.runtime.bound_steps import BoundSteps, StepKind
 from edgellm.runtime.cuda_graphs import EagerRunner, StepGraphs
+from edgellm.runtime.recurrent_state import check_recurrent
 from edgellm.runtime.run_ahead import AheadStep, context_part, following_step
 from edgellm.runtime.step_buckets import StepBuckets
 from edgellm.runtime.step_inputs import StepInputs, StepShape, split_rows
@@ -29,13 +32,15 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from edgellm.models.device_graph import StepBuffers
     from edgellm.models.device_ops import DeviceOps
     from edgellm.models.loader import LoadedModel
+    from edgellm.models.step import HiddenRequest
     from edgellm.runtime.batch import RaggedBatch
     from edgellm.runtime.cuda_graphs import StepRunner
     from edgellm.runtime.device import Device
     from edgellm.runtime.kv_cache import KVCache
+    from edgellm.runtime.recurrent_state_device import DeviceRecurrentState
+    from edgellm.runtime.snapshot_storage import HybridSnapshotStorage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,30 +50,41 @@ class ExecutorLimits:
     Attributes:
         num_slots, pages_per_slot: shape of the page table; at most `num_slots` sequences run in a step.
         step_tokens: tokens of an ordinary step; a larger one runs too, and takes more memory from then on.
+        verify_tokens: most tokens of a row that verifies proposals; 1 where nobody proposes any.
     """
 
     num_slots: int
     pages_per_slot: int
     step_tokens: int
+    verify_tokens: int = 1
 
     def largest_step(self) -> StepShape:
         """What scratch memory is sized by: a step's tokens, and a row and its logits for every slot."""
-        return StepShape(self.step_tokens, self.num_slots, self.num_slots, self.num_slots)
+        logits = self.num_slots * self.verify_tokens
+        return StepShape(max(self.step_tokens, logits), self.num_slots, self.num_slots, logits)
+
+    @property
+    def checkpoint_rows(self) -> int:
+        """Checkpoints of recurrent state that the largest verification leaves."""
+        return self.num_slots * self.verify_tokens if self.verify_tokens > 1 else 0
 
 
 class CudaExecutor:
-    """Runs the model over its pages.  Not thread-safe: one session drives it.
+    """Runs the model over its pages and its recurrent state.  Not thread-safe: one session drives it.
 
     Args:
         model: weights on the device.
+        kv_cache: pages of the model's shape; a model without attention layers takes one that stores nothing.
         device: where it computes; `CpuDevice` with reference operators.
         ops: the operators, see `edgellm.models.device_ops`.
         mode: which attention serves which rows, see `attention_mode`.
+        recurrent: state of the model's recurrent layers, where it has any.
+        snapshots: storage of the checkpoints of that state.
         graphs: replay small steps as CUDA graphs (on a GPU).
         pad: run small steps as the next larger bucket; without, graphs would hardly ever repeat.
         waits: a step without logits, whose end nobody would see, ends when the device is done: for whoever measures it.
     Raises (at construction):
-        InvalidArgumentError: the KV cache has another shape than the model.
+        InvalidArgumentError: KV cache or recurrent state are not those of the model.
     """
 
     def __init__(
@@ -80,25 +96,24 @@ class CudaExecutor:
         ops: DeviceOps,
         limits: ExecutorLimits,
         mode: AttentionMode,
+        recurrent: DeviceRecurrentState | None = None,
+        snapshots: HybridSnapshotStorage | None = None,
         graphs: bool = True,
         pad: bool = True,
         waits: bool = False,
     ) -> None:
         config = model.config
-        shape = (kv_cache.num_layers, kv_cache.num_kv_heads, kv_cache.head_dim)
-        if shape != (config.num_layers, config.num_kv_heads, config.head_dim):
-            raise InvalidArgumentError(
-                f"the KV cache has {shape} (layers, kv heads, head_dim), the model "
-                f"{(config.num_layers, config.num_kv_heads, config.head_dim)}; build it with KVCache.for_model"
-            )
+        kv_cache.check_model(config)
+        check_recurrent(config, recurrent)
         self._device = device
         self._kv_cache = kv_cache
+        self._recurrent = recurrent
+        self._snapshots = snapshots
         self._mode = mode
         self._ops = ops
         self._dtype = model.dtype
         self._waits = waits
-        self._graph = DeviceGraph(model, ops)
-        self._scratch = GraphScratch(config, model.dtype, device.torch_device)
+        self._config = config
         self._inputs = StepInputs(
             device=device.torch_device,
             num_slots=limits.num_slots,
@@ -106,22 +121,27 @@ class CudaExecutor:
             page_size=kv_cache.page_size,
             num_pages=kv_cache.num_pages,
             update_table=ops.update_table,
+            has_pages=config.num_kv_layers > 0,
         )
-        self._attention = DeviceAttention(
-            config=config,
-            ops=ops,
-            kv_cache=kv_cache,
-            page_table=self._inputs.table,
-            head_norms=self._graph.head_norms,
-            mode=mode,
-        )
+        attention = DeviceAttention(config=config, ops=ops, kv_cache=kv_cache, page_table=self._inputs.table, mode=mode)
+        attention.reserve(limits.num_slots, limits.pages_per_slot * kv_cache.page_size)
         on_gpu = device.torch_device.type == "cuda"
         self._runner: StepRunner = StepGraphs(device.torch_device) if graphs and on_gpu else EagerRunner()
-        self._buckets = StepBuckets.of(limits.num_slots, decode_apart=mode.decode_apart) if pad else None
-        self._bound: dict[StepShape, _BoundStep] = {}
+        self._buckets = step_buckets(limits, mode, has_recurrent=recurrent is not None) if pad else None
+        self._steps = BoundSteps(
+            family_of(config.architecture).build_device_graph(model, ops),
+            self._inputs,
+            attention,
+            recurrent,
+            self._runner,
+            dtype=model.dtype,
+            device=device.torch_device,
+        )
+        self._steps.reserve(limits.largest_step())
         self._ahead: AheadStep | None = None
-        self._attention.reserve(limits.num_slots, limits.pages_per_slot * kv_cache.page_size)
-        self._reserve(limits.largest_step())
+        # State that has moved on cannot be dropped, and what a verification leaves is not known before.
+        self._runs_ahead = recurrent is None
+        self._is_warm = False
 
     @property
     def device(self) -> Device:
@@ -132,17 +152,42 @@ class CudaExecutor:
         return self._kv_cache
 
     @property
+    def ops(self) -> DeviceOps:
+        """What it computes with; a draft model beside it computes with the same."""
+        return self._ops
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """(num_slots, pages_per_slot) of its page table; a draft model's has the same."""
+        return self._inputs.table_shape
+
+    @property
     def vocab_size(self) -> int:
-        return self._graph.config.vocab_size
+        return self._config.vocab_size
 
     @property
     def runner(self) -> StepRunner:
         """Where launches go: graphs, or straight to the device."""
         return self._runner
 
+    def resources(self) -> StateResources:
+        """What the cache keeps in step with: see `StatefulExecutor`."""
+        return StateResources(base_state_kind=self._config.base_state_kind, snapshot_storage=self._snapshots)
+
+    def request_hidden(self, request: HiddenRequest) -> None:
+        """From now on `forward_verify` returns these hidden rows of every token.
+
+        Raises:
+            StepDeviceError: as `warm_up`, where that was called before.
+        """
+        with self._on_device(), self._step_errors(0):
+            self._steps.request_hidden(request)
+        if self._is_warm:
+            self.warm_up()
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Enqueue a pass that writes the batch's K and V into their pages; never waits (but see `waits`).
+        """Enqueue a pass that writes the batch's state; never waits (but see `waits`).
 
         Returns:
             (L, vocab_size) float32 logits on the device.  The executor's own memory: valid until the next `forward`,
@@ -157,13 +202,48 @@ class CudaExecutor:
         ahead, self._ahead = self._ahead, None
         with self._on_device(), self._step_errors(batch.num_tokens):
             logits = None if ahead is None else self._take_from(ahead, batch)
-            return self._run(batch) if logits is None else logits
+            return self._run(batch).logits if logits is None else logits
+
+    @torch.inference_mode()
+    def forward_verify(self, batch: RaggedBatch) -> VerifyForward:
+        """`forward`, with the hidden rows that were requested, and a checkpoint after each token of verified rows.
+
+        Verified are the rows of which more than one logits row is selected.  Hidden rows are the executor's memory as
+        the logits are.
+
+        Raises: as `forward`.
+        """
+        self._inputs.check(batch, self.vocab_size)
+        self._ahead, self._runs_ahead = None, False
+        verified: list[int] = []
+        if self._recurrent is not None:
+            selected = np.bincount(batch.logits_to_seq, minlength=batch.num_sequences)
+            verified = np.flatnonzero(selected > 1).tolist()
+        with self._on_device(), self._step_errors(batch.num_tokens):
+            return self._run(batch, verified, hidden=self._steps.gives_hidden)
+
+    @torch.inference_mode()
+    def rewind(self, state_index: Sequence[int], kept: Sequence[int]) -> None:
+        """See `VerifyingExecutor`; in stream order, never waits.
+
+        Raises:
+            BrokenInvariantError: a slot had no verified row in the latest `forward_verify`, or fewer tokens.
+            StepDeviceError: as `forward`.
+        """
+        recurrent = self._recurrent
+        if recurrent is None or not len(state_index):
+            return
+        recurrent.places(state_index, kept)  # refused before anything else
+        with self._on_device(), self._step_errors(0):
+            recurrent.stage_rewind(state_index, kept)
+            self._runner.run("rewind", recurrent.rewind_staged)
 
     @torch.inference_mode()
     def run_ahead(self, batch: RaggedBatch, token_ids: torch.Tensor) -> None:
         """Enqueue what follows the latest `forward` if every sequence goes on; see `edgellm.runtime.run_ahead`.
 
-        Nothing happens where not every row got a token, a sequence has no page for it yet, or the batch has no graph.
+        Nothing happens where not every row got a token, a sequence has no page for it yet, the batch has no graph,
+        the model keeps recurrent state, or a decoder verifies proposals.
 
         Args:
             batch: of the latest `forward`.
@@ -171,19 +251,20 @@ class CudaExecutor:
         Raises:
             StepDeviceError: as `forward`.
         """
-        following = None if self._waits else following_step(batch)
+        following = following_step(batch) if self._runs_ahead and not self._waits else None
         if following is None or not self._inputs.is_sound(following, self.vocab_size):
             return
-        exact = split_rows(following, decode_apart=self._mode.decode_apart)
+        exact = self._exact_shape(following)
         shape = None if self._buckets is None else self._buckets.padded(exact)
         if shape is None:
             return
+        kind = StepKind(shape)
         with self._on_device(), self._step_errors(following.num_tokens):
-            self._reserve(shape)
+            self._steps.reserve(shape)
             self._inputs.stage(following, shape)
-            bound = self._bind(shape, keep=True)
+            bound = self._steps.bind(kind, keep=True)
             bound.token_ids[: len(token_ids)].copy_(token_ids)
-            self._runner.run(shape, bound.launch)
+            self._runner.run(kind, bound.launch)
         self._ahead = AheadStep(following.state_index, following.past_len, bound.buffers.logits[: exact.logits])
 
     def ran_ahead_with(self, token_ids: Sequence[int]) -> None:
@@ -198,32 +279,58 @@ class CudaExecutor:
         Returns:
             Steps that were run; none of them writes state.
         """
-        shapes = [] if self._buckets is None else self._buckets.at_start()
+        kinds = self._kinds_at_start()
         with self._on_device(), self._step_errors(0):
-            self._ops.prepare(partial(self._run_padding, shapes, captured=False))
-            self._run_padding(shapes, captured=True)
+            self._ops.prepare(partial(self._run_padding, kinds, captured=False))
+            self._run_padding(kinds, captured=True)
             self._device.stream.synchronize()
-        return len(shapes)
+        self._is_warm = True
+        return len(kinds)
 
     def copy_pages(self, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]) -> None:
         """Copy whole pages, all layers, in stream order."""
         with self._on_device():
             self._kv_cache.copy_pages(source_pages, target_pages)
 
-    def _run(self, batch: RaggedBatch) -> torch.Tensor:
-        exact = split_rows(batch, decode_apart=self._mode.decode_apart)
+    def _run(self, batch: RaggedBatch, verified: Sequence[int] = (), *, hidden: bool = False) -> VerifyForward:
+        exact = self._exact_shape(batch)
         padded = None if self._buckets is None else self._buckets.padded(exact)
-        shape = exact if padded is None else padded
-        self._reserve(shape)
-        self._inputs.stage(batch, shape)
-        bound = self._bind(shape, keep=padded is not None)
+        kind = StepKind(exact if padded is None else padded, hidden=hidden, keeps_checkpoints=bool(verified))
+        starts = self._lay_out(batch, verified)
+        self._steps.reserve(kind.shape)
+        self._inputs.stage(batch, kind.shape, starts)
+        bound = self._steps.bind(kind, keep=padded is not None)
         if padded is None:
             bound.launch()
         else:
-            self._runner.run(shape, bound.launch)
+            self._runner.run(kind, bound.launch)
         if self._waits and not exact.logits:
             self._device.stream.synchronize()
-        return bound.buffers.logits[: exact.logits]
+        logits = bound.buffers.logits[: exact.logits]
+        return VerifyForward(
+            logits, None if bound.hidden is None else _without_padding(bound.hidden, exact, kind.shape)
+        )
+
+    def _exact_shape(self, batch: RaggedBatch) -> StepShape:
+        """Sizes without padding.
+
+        Verified rows and others of one step take the same way.  So do all rows that move recurrent state on beside
+        prompt chunks: padding between the two would belong to a row.
+        """
+        apart = self._mode.decode_apart and len(batch.logits_index) <= batch.num_sequences
+        exact = split_rows(batch, decode_apart=apart)
+        if self._recurrent is not None and exact.context_rows:
+            return split_rows(batch, decode_apart=False)
+        return exact
+
+    def _lay_out(self, batch: RaggedBatch, verified: Sequence[int]) -> npt.NDArray[np.int32] | None:
+        """Where checkpoints go, in a step that leaves any; more room for them where it is needed."""
+        if self._recurrent is None:
+            return None
+        if self._recurrent.reserve(int(batch.query_len[verified].sum()) if verified else 0):
+            self._steps.forget()
+        starts = self._recurrent.lay_out(batch, verified)
+        return starts if verified else None
 
     def _take_from(self, ahead: AheadStep, batch: RaggedBatch) -> torch.Tensor | None:
         """Logits of a batch whose decode rows are in `ahead`; context rows run now.  None where a row is not there."""
@@ -240,37 +347,25 @@ class CudaExecutor:
             return ahead.logits
         # A copy: the context rows are computed into the same memory.
         kept = ahead.logits.clone() if whole else ahead.logits[self._device.upload(wanted)]
-        return kept if first == 0 else torch.cat((self._run(context_part(batch, first)), kept))
+        return kept if first == 0 else torch.cat((self._run(context_part(batch, first)).logits, kept))
 
-    def _run_padding(self, shapes: list[StepShape], *, captured: bool) -> None:
-        for shape in shapes:
-            self._reserve(shape)
-            self._inputs.stage_padding(shape)
-            bound = self._bind(shape, keep=True)
-            if captured:
-                self._runner.run(shape, bound.launch)
-            else:
-                bound.launch()
+    def _kinds_at_start(self) -> list[StepKind]:
+        if self._buckets is None:
+            return []
+        has_state, hidden = self._recurrent is not None, self._steps.gives_hidden
+        verified = [StepKind(shape, hidden, has_state) for shape in self._buckets.verified_at_start()]
+        return verified + [StepKind(shape, hidden) for shape in self._buckets.at_start()]
 
-    def _bind(self, shape: StepShape, *, keep: bool) -> _BoundStep:
-        """A shape with its memory; `keep` it for the next step of that shape."""
-        bound = self._bound.get(shape)
-        if bound is None:
-            step = self._inputs.views(shape)
-            buffers = self._scratch.buffers(tokens=shape.tokens, logits=shape.logits)
-            launch = partial(self._graph.forward, step, buffers, self._attention.bind(step, shape))
-            bound = _BoundStep(step.token_ids, buffers, launch)
-            if keep:
-                self._bound[shape] = bound
-        return bound
-
-    def _reserve(self, shape: StepShape) -> None:
-        """Make room; where memory moved, everything that holds addresses is forgotten."""
-        moved = self._inputs.reserve(shape)
-        moved |= self._scratch.reserve(tokens=shape.tokens, logits=shape.logits)
-        if moved:
-            self._bound.clear()
-            self._runner.clear()
+    def _run_padding(self, kinds: list[StepKind], *, captured: bool) -> None:
+        run = self._runner.run if captured else _launch
+        for kind in kinds:
+            self._steps.reserve(kind.shape)  # all of them first: memory that moves voids what was captured
+        for kind in kinds:
+            self._inputs.stage_padding(kind.shape)
+            run(kind, self._steps.bind(kind, keep=True).launch)
+        if self._recurrent is not None and self._recurrent.keeps_checkpoints:
+            self._recurrent.stage_rewind((), ())
+            run("rewind", self._recurrent.rewind_staged)
 
     def _on_device(self) -> AbstractContextManager[None]:
         """Make our device the calling thread's current one, and float32 products float32's.
@@ -300,13 +395,26 @@ class CudaExecutor:
             ) from error
 
 
-@dataclass(slots=True)
-class _BoundStep:
-    """A shape with the memory it runs in."""
+def _without_padding(rows: torch.Tensor, exact: StepShape, shape: StepShape) -> torch.Tensor:
+    """Rows of tokens of a padded step in the batch's order."""
+    context, decode = rows[: exact.context_tokens], rows[shape.context_tokens :][: exact.decode_rows]
+    if not exact.decode_rows:
+        return context
+    return decode if not exact.context_tokens else torch.cat((context, decode))
 
-    token_ids: torch.Tensor
-    buffers: StepBuffers
-    launch: Callable[[], None]
+
+def _launch(kind: object, launch: Callable[[], None]) -> None:
+    launch()
+
+
+def step_buckets(limits: ExecutorLimits, mode: AttentionMode, *, has_recurrent: bool) -> StepBuckets:
+    """The shapes that an executor pads its steps to."""
+    return StepBuckets.of(
+        limits.num_slots,
+        decode_apart=mode.decode_apart,
+        mixes_apart=mode.decode_apart and not has_recurrent,
+        verify_tokens=limits.verify_tokens,
+    )
 
 
 def attention_mode(dtype: torch.dtype, *, deterministic: bool) -> AttentionMode:

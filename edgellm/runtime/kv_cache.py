@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -146,6 +146,13 @@ class KVCache:
             shapes=[(layer.num_kv_heads, layer.head_dim) for layer in config.kv_layers],
         )
 
+    @staticmethod
+    def page_bytes(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page of such a cache; 0 for a model without attention layers."""
+        scale_bytes = fp8_pages.SCALE_BYTES if dtype == FP8 else 0
+        rows = (layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale_bytes) for layer in config.kv_layers)
+        return 2 * page_size * sum(rows)
+
     def check_model(self, config: ModelConfig) -> None:
         """
         Raises:
@@ -273,6 +280,29 @@ class KVCache:
         # Through a copy of the sources: a page may be the target of one pair and the source of another.
         storage[:, self._index(target_pages)] = storage[:, self._index(source_pages)]
 
+    def move_tokens(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        """Copy K and V of single tokens, all layers; all sources are read before any target is written.
+
+        Args:
+            sources, targets: (M,) page_id * page_size + place; no target is named twice.
+        Raises:
+            InvalidArgumentError: lengths differ or a place is out of range.
+        """
+        places = self.num_pages * self.page_size
+        for name, offsets in (("source", sources), ("target", targets)):
+            if len(offsets) and (offsets.min() < 0 or offsets.max() >= places):
+                raise InvalidArgumentError(f"{name} places {offsets.tolist()} are not all in [0, {places})")
+        if len(sources) != len(targets):
+            raise InvalidArgumentError(f"{len(sources)} sources and {len(targets)} targets; as many are needed")
+        source_pages, target_pages = self._index(sources // self.page_size), self._index(targets // self.page_size)
+        source_places, target_places = self._index(sources % self.page_size), self._index(targets % self.page_size)
+        for (_, head_dim), storage in self._storages.items():
+            parts: tuple[torch.Tensor, ...] = (storage,)
+            if self._dtype == FP8:
+                parts = fp8_pages.split_pages(storage, self.page_size, head_dim)
+            for part in parts:
+                part[:, target_pages, :, :, target_places] = part[:, source_pages, :, :, source_places]
+
     def fill_poison(self, page_ids: npt.NDArray[np.int32] | None = None) -> None:
         """Fill pages (all of them by default) with NaN, so that reading one that was not written shows."""
         pages = slice(None) if page_ids is None else self._index(page_ids)
@@ -284,7 +314,7 @@ class KVCache:
             values[:, pages] = fp8_pages.E4M3_NAN
             scales[:, pages] = float("nan")
 
-    def _index(self, page_ids: npt.NDArray[np.int32]) -> torch.Tensor:
+    def _index(self, page_ids: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(page_ids.astype(np.int64)).to(self._device)
 
     def _upload(self, page_ids: npt.NDArray[np.int32]) -> torch.Tensor:

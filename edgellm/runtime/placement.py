@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import torch
+
     from edgellm.cache.types import DeploymentConfig
     from edgellm.models.loader import LoadedModel
     from edgellm.runtime.batch import Executor
+    from edgellm.runtime.kv_cache import KVCache
+    from edgellm.runtime.recurrent_state import RecurrentState
+    from edgellm.runtime.snapshot_storage import HybridSnapshotStorage
 
     ProgressCallback = Callable[[int, int, str], None]
 
@@ -34,6 +39,7 @@ class PlacementOptions:
 
     Attributes:
         step_tokens: tokens of the largest step that the scheduling options ask for; 0 is the device's default.
+        step_tokens_option: which option asks for that, and for how much; "" where none does.
         measures_steps: somebody learns how long steps take (a step-time budget), so their ends must be seen.
     """
 
@@ -44,15 +50,23 @@ class PlacementOptions:
     page_size: int = 32
     max_batch_size: int = 8
     step_tokens: int = 0
+    step_tokens_option: str = ""
     measures_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """What a decoder keeps for a sequence, in bytes a page and in elements of a hidden row."""
+    """What a decoder asks for.
+
+    Attributes:
+        bytes_per_page: of its own pages; 0 where it has none.
+        hidden_width: elements of the hidden row that a checkpoint of a sequence saves; 0 saves none.
+        verify_tokens: most tokens of a row that the base verifies in one step; 1 where nothing is proposed.
+    """
 
     bytes_per_page: int = 0
     hidden_width: int = 0
+    verify_tokens: int = 1
 
 
 NO_DRAFT = DraftSizes()
@@ -103,6 +117,10 @@ class Placement(Protocol):
         """Whether the device can still compute after a failure."""
         ...
 
+    def release_memory(self) -> None:
+        """Give back what a closed deployment has held; called when nothing refers to its model, pool and executor."""
+        ...
+
 
 def place(device: str, options: PlacementOptions) -> Placement:
     """The placement on "auto", "cpu", "cuda" or "cuda:N".
@@ -144,38 +162,16 @@ class CpuPlacement:
     def size_pool(self, model: LoadedModel, max_model_len: int, draft: DraftSizes = NO_DRAFT) -> MemoryBudget:
         """Without a budget: every seat at full length, at most half of free memory."""
         from edgellm.runtime.device import CpuDevice
-        from edgellm.runtime.kv_cache import KVCache
-        from edgellm.runtime.recurrent_state import state_bytes
-        from edgellm.runtime.state_budget import StateSizes, divide
 
-        options, config = self._options, model.config
-        page = 0
-        if config.num_kv_layers:
-            one_page = KVCache.for_model(config, num_pages=1, page_size=options.page_size, dtype=model.dtype)
-            page = one_page.bytes_per_page
-        sizes = StateSizes(
-            base_page=page,
-            draft_page=draft.bytes_per_page,
-            state=state_bytes(config.recurrent_pieces),
-            hidden=draft.hidden_width * model.dtype.itemsize,
-        )
-        pools = divide(
-            options.kv_budget,
-            sizes,
-            page_size=options.page_size,
+        options = self._options
+        return divide_memory(
+            model,
+            options,
+            draft,
+            kv_dtype=model.dtype,
+            budget=options.kv_budget,
             free_bytes=CpuDevice().free_memory_bytes(),
-            default_tokens=options.max_batch_size * max_model_len,
-            max_batch_size=options.max_batch_size,
-        )
-        return MemoryBudget(
-            bytes_per_page=page + draft.bytes_per_page,
-            num_pages=pools.num_pages,
-            page_size=options.page_size,
             max_model_len=max_model_len,
-            draft_bytes_per_page=draft.bytes_per_page,
-            snapshot_slots=pools.num_snapshots,
-            snapshot_bytes=pools.num_snapshots * sizes.snapshot,
-            state_bytes=sizes.state * options.max_batch_size,
         )
 
     def build_executor(
@@ -188,7 +184,7 @@ class CpuPlacement:
     ) -> Executor:
         from edgellm.runtime.executor_cpu import CpuExecutor
         from edgellm.runtime.kv_cache import KVCache
-        from edgellm.runtime.recurrent_state import RecurrentState, snapshot_storage
+        from edgellm.runtime.recurrent_state import RecurrentState
 
         config = model.config
         kv_cache = KVCache.for_model(
@@ -197,15 +193,7 @@ class CpuPlacement:
         if not config.recurrent_pieces:
             return CpuExecutor(model, kv_cache)
         recurrent = RecurrentState(config.recurrent_pieces, deployment.max_batch_size)
-        snapshots = snapshot_storage(
-            recurrent,
-            kv_cache if config.num_kv_layers else None,
-            draft_cache,
-            num_slots=budget.snapshot_slots,
-            page_size=budget.page_size,
-            hidden_width=draft.hidden_width,
-            hidden_dtype=model.dtype,
-        )
+        snapshots = open_snapshots(model, recurrent, kv_cache, budget, draft, draft_cache)
         return CpuExecutor(model, kv_cache, recurrent=recurrent, snapshots=snapshots)
 
     def kv_dtype_name(self, model: LoadedModel) -> str:
@@ -213,3 +201,79 @@ class CpuPlacement:
 
     def healthy(self) -> bool:
         return True
+
+    def release_memory(self) -> None:
+        """Host memory went back with its tensors."""
+
+
+def divide_memory(
+    model: LoadedModel,
+    options: PlacementOptions,
+    draft: DraftSizes,
+    *,
+    kv_dtype: torch.dtype,
+    budget: int | float | str | None,
+    free_bytes: int,
+    max_model_len: int,
+    beside: str = "",
+) -> MemoryBudget:
+    """Pages and checkpoints that a budget buys.
+
+    Args:
+        free_bytes: what pages, checkpoints and live recurrent state may take together.
+        beside: see `MemoryBudget`.
+    Raises:
+        InvalidArgumentError: they do not fit.
+    """
+    from edgellm.runtime.kv_cache import KVCache
+    from edgellm.runtime.recurrent_state import state_bytes
+    from edgellm.runtime.state_budget import StateSizes, divide
+
+    config = model.config
+    sizes = StateSizes(
+        base_page=KVCache.page_bytes(config, page_size=options.page_size, dtype=kv_dtype),
+        draft_page=draft.bytes_per_page,
+        state=state_bytes(config.recurrent_pieces),
+        hidden=draft.hidden_width * model.dtype.itemsize,
+    )
+    pools = divide(
+        budget,
+        sizes,
+        page_size=options.page_size,
+        free_bytes=free_bytes,
+        default_tokens=options.max_batch_size * max_model_len,
+        max_batch_size=options.max_batch_size,
+    )
+    return MemoryBudget(
+        bytes_per_page=sizes.base_page + sizes.draft_page,
+        num_pages=pools.num_pages,
+        page_size=options.page_size,
+        max_model_len=max_model_len,
+        beside=beside,
+        draft_bytes_per_page=draft.bytes_per_page,
+        snapshot_slots=pools.num_snapshots,
+        snapshot_bytes=pools.num_snapshots * sizes.snapshot,
+        state_bytes=sizes.state * options.max_batch_size,
+    )
+
+
+def open_snapshots(
+    model: LoadedModel,
+    recurrent: RecurrentState,
+    kv_cache: KVCache,
+    budget: MemoryBudget,
+    draft: DraftSizes,
+    draft_cache: Any,
+) -> HybridSnapshotStorage:
+    """Room for the checkpoints that a budget bought, beside the state that they are taken of."""
+    from edgellm.runtime.recurrent_state import snapshot_storage
+
+    return snapshot_storage(
+        recurrent,
+        kv_cache if model.config.num_kv_layers else None,
+        draft_cache,
+        num_slots=budget.snapshot_slots,
+        page_size=budget.page_size,
+        hidden_width=draft.hidden_width,
+        hidden_dtype=model.dtype,
+    )

@@ -7,26 +7,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from edgellm.errors import InvalidArgumentError, UnsupportedModelError
-from edgellm.memory import MemoryBudget
-from edgellm.models.registry import FAMILIES
+from edgellm.kernels.cu.paged_attention_exact import HEAD_DIM_STEP, MAX_HEAD_DIM
+from edgellm.kernels.cu.prefill_operands import MAX_GROUP
+from edgellm.log import get_logger
+from edgellm.models.device_ops import cuda_ops
+from edgellm.models.registry import family_of
 from edgellm.runtime.cuda_memory import measure
 from edgellm.runtime.device_cuda import CudaDevice, memory_errors
 from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits, attention_mode
-from edgellm.runtime.kv_cache import KVCache, parse_kv_budget
-from edgellm.runtime.placement import CUDA_STEP_TOKENS, NO_DRAFT
+from edgellm.runtime.kv_cache import KVCache
+from edgellm.runtime.placement import CUDA_STEP_TOKENS, NO_DRAFT, divide_memory, open_snapshots
+from edgellm.runtime.recurrent_state_device import DeviceRecurrentState
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from edgellm.cache.types import DeploymentConfig
+    from edgellm.memory import MemoryBudget
     from edgellm.models.config import ModelConfig
+    from edgellm.models.device_step import DeviceFamilyGraph
     from edgellm.models.loader import LoadedModel
     from edgellm.runtime.placement import DraftSizes, PlacementOptions, ProgressCallback
 
+logger = get_logger(__name__)
+
 PAGE_SIZES = (16, 32, 64, 128)
-TENSOR_CORE_HEADS = (64, 128, 256)
-_EXACT_HEAD_MULTIPLE = 8
-_EXACT_HEAD_MOST = 256
+WIDTH_STEP = 8  # elements of 16 bits that kernels read at once
 _FP8 = torch.float8_e4m3fn
 _POOL_REMEDY = "lower kv_budget, max_batch_size or max_model_len, or end other programs on the GPU"
 
@@ -41,6 +47,7 @@ class CudaPlacement:
             )
         self._device = CudaDevice(device)
         self._options = options
+        self._ops = cuda_ops(deterministic=options.deterministic)
 
     @property
     def step_tokens(self) -> int:
@@ -54,30 +61,18 @@ class CudaPlacement:
 
     def size_pool(self, model: LoadedModel, max_model_len: int, draft: DraftSizes = NO_DRAFT) -> MemoryBudget:
         """Without a budget: most of what weights and scratch leave, see `DeviceMemory.default_fraction`."""
-        _check_attention_only(model.config, draft)
         options = self._options
-        kv_dtype = self._kv_dtype(model)
-        check_model(model.config, model.dtype)
-        limits = self._limits(-(-max_model_len // options.page_size))
-        memory = measure(self._device, model.config, model.dtype, model.weights.num_bytes(), limits)
-        one_page = KVCache.for_model(
-            model.config,
-            num_pages=1,
-            page_size=options.page_size,
-            dtype=kv_dtype,
-            device=self._device.torch_device,
-        )
-        bought = parse_kv_budget(
-            memory.default_fraction if options.kv_budget is None else options.kv_budget,
-            bytes_per_page=one_page.bytes_per_page,
-            page_size=options.page_size,
+        check_model(model.config, model.dtype, deterministic=options.deterministic)
+        limits = self._limits(-(-max_model_len // options.page_size), draft)
+        graph = self._device_graph(model)
+        memory = measure(self._device, graph, model.dtype, model.weights.num_bytes(), limits, self._large_step_option())
+        return divide_memory(
+            model,
+            options,
+            draft,
+            kv_dtype=self._kv_dtype(model),
+            budget=memory.default_fraction if options.kv_budget is None else options.kv_budget,
             free_bytes=memory.pool_bytes,
-            default_tokens=options.max_batch_size * max_model_len,
-        )
-        return MemoryBudget(
-            bytes_per_page=bought.bytes_per_page,
-            num_pages=bought.num_pages,
-            page_size=options.page_size,
             max_model_len=max_model_len,
             beside=memory.describe(),
         )
@@ -90,24 +85,29 @@ class CudaPlacement:
         draft: DraftSizes = NO_DRAFT,
         draft_cache: Any = None,
     ) -> CudaExecutor:
-        from edgellm.models.device_ops import cuda_ops
-
-        mode = attention_mode(model.dtype, deterministic=self._options.deterministic)
-        with memory_errors("the KV pool and the steps' memory", budget.total_bytes, self._device, _POOL_REMEDY):
+        config, limits = model.config, self._limits(deployment.pages_per_slot, draft)
+        needed = budget.total_bytes + budget.state_bytes + budget.snapshot_bytes
+        with memory_errors("the KV pool and the steps' memory", needed, self._device, _POOL_REMEDY):
             kv_cache = KVCache.for_model(
-                model.config,
-                num_pages=budget.num_pages,
+                config,
+                num_pages=max(1, budget.num_pages),
                 page_size=budget.page_size,
                 dtype=self._kv_dtype(model),
                 device=self._device.torch_device,
             )
+            recurrent = snapshots = None
+            if config.recurrent_pieces:
+                recurrent = self._recurrent_state(config, limits)
+                snapshots = open_snapshots(model, recurrent, kv_cache, budget, draft, draft_cache)
             executor = CudaExecutor(
                 model,
                 kv_cache,
                 device=self._device,
-                ops=cuda_ops(deterministic=self._options.deterministic),
-                limits=self._limits(deployment.pages_per_slot),
-                mode=mode,
+                ops=self._ops,
+                limits=limits,
+                mode=attention_mode(model.dtype, deterministic=self._options.deterministic),
+                recurrent=recurrent,
+                snapshots=snapshots,
                 waits=self._options.measures_steps,
             )
             executor.warm_up()
@@ -119,11 +119,38 @@ class CudaPlacement:
     def healthy(self) -> bool:
         return self._device.healthy()
 
-    def _limits(self, pages_per_slot: int) -> ExecutorLimits:
+    def release_memory(self) -> None:
+        """Torch keeps what tensors leave for tensors to come; other programs cannot use that."""
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:  # a device that failed for good: the process has to end anyway
+            logger.warning("the GPU's memory was not given back: %s", error)
+
+    def _limits(self, pages_per_slot: int, draft: DraftSizes) -> ExecutorLimits:
         options = self._options
         step_tokens = max(options.step_tokens, self.step_tokens, options.page_size)
         return ExecutorLimits(
-            num_slots=options.max_batch_size, pages_per_slot=pages_per_slot, step_tokens=step_tokens + options.page_size
+            num_slots=options.max_batch_size,
+            pages_per_slot=pages_per_slot,
+            step_tokens=step_tokens + options.page_size,
+            verify_tokens=draft.verify_tokens,
+        )
+
+    def _large_step_option(self) -> str:
+        """The option that asks for steps above the default, "" where none does."""
+        options = self._options
+        return options.step_tokens_option if options.step_tokens > self.step_tokens else ""
+
+    def _device_graph(self, model: LoadedModel) -> DeviceFamilyGraph:
+        return family_of(model.config.architecture).build_device_graph(model, self._ops)
+
+    def _recurrent_state(self, config: ModelConfig, limits: ExecutorLimits) -> DeviceRecurrentState:
+        return DeviceRecurrentState(
+            config.recurrent_pieces,
+            limits.num_slots,
+            device=self._device.torch_device,
+            checkpoint_rows=limits.checkpoint_rows,
+            scatter=self._ops.scatter_state,
         )
 
     def _kv_dtype(self, model: LoadedModel) -> torch.dtype:
@@ -141,39 +168,40 @@ class CudaPlacement:
         return _FP8
 
 
-def _check_attention_only(config: ModelConfig, draft: DraftSizes) -> None:
-    """
-    Raises:
-        UnsupportedModelError: the model keeps recurrent state, or a draft of its own is asked for.
-    """
-    if FAMILIES[config.architecture] != "dense":
-        raise UnsupportedModelError(
-            f"{config.architecture.value} models run on the CPU only for now; pass device='cpu'"
-        )
-    if draft.bytes_per_page:
-        raise UnsupportedModelError(
-            "draft models with pages of their own run on the CPU only for now; pass device='cpu'"
-        )
-
-
-def check_model(config: ModelConfig, dtype: torch.dtype) -> None:
-    """Refuse what no attention kernel serves.
+def check_model(config: ModelConfig, dtype: torch.dtype, *, deterministic: bool = False) -> None:
+    """Refuse what no kernel serves.
 
     Raises:
-        InvalidArgumentError: names the head size and what works.
+        InvalidArgumentError: names the heads or the width, and what works.
+        UnsupportedModelError: the model's family has no graph on the device.
     """
-    head_dim, group = config.head_dim, config.group_size
+    if not hasattr(family_of(config.architecture), "build_device_graph"):
+        raise UnsupportedModelError(f"{config.architecture.value} models run on the CPU only; pass device='cpu'")
+    for layer in dict.fromkeys(config.kv_layers):
+        if layer.head_dim % HEAD_DIM_STEP or layer.head_dim > MAX_HEAD_DIM:
+            raise InvalidArgumentError(
+                f"heads of the model have {layer.head_dim} dimensions; the CUDA kernels serve multiples of "
+                f"{HEAD_DIM_STEP} up to {MAX_HEAD_DIM}; use device='cpu'"
+            )
+        group = config.num_heads // layer.num_kv_heads
+        if group > MAX_GROUP:
+            raise InvalidArgumentError(
+                f"{group} query heads share a KV head; the CUDA kernels serve up to {MAX_GROUP}: use device='cpu'"
+            )
     if dtype == torch.float32:
-        good = head_dim % _EXACT_HEAD_MULTIPLE == 0 and head_dim <= _EXACT_HEAD_MOST
-        served = f"multiples of {_EXACT_HEAD_MULTIPLE} up to {_EXACT_HEAD_MOST} in float32"
-    else:
-        good = head_dim in TENSOR_CORE_HEADS
-        served = f"{', '.join(map(str, TENSOR_CORE_HEADS))} in 16-bit types (more with dtype='float32')"
-    if not good:
-        raise InvalidArgumentError(
-            f"the model's heads have {head_dim} dimensions; the CUDA kernels serve {served}; use device='cpu'"
-        )
-    if group > 16:
-        raise InvalidArgumentError(
-            f"{group} query heads share a KV head; the CUDA kernels serve up to 16: use device='cpu'"
-        )
+        return
+    _check_widths("16-bit experts", config.expert_widths, "dtype='float32' or device='cpu'")
+    if deterministic:
+        _check_widths("16-bit linear layers of deterministic=True", config.linear_widths, "deterministic=False")
+
+
+def _check_widths(what: str, widths: tuple[tuple[str, int], ...], remedy: str) -> None:
+    """
+    Raises:
+        InvalidArgumentError: rows that these kernels read are not whole pieces of 16 bytes.
+    """
+    for name, width in widths:
+        if width % WIDTH_STEP:
+            raise InvalidArgumentError(
+                f"{name} of the model is {width}; on a CUDA device {what} take multiples of {WIDTH_STEP}: use {remedy}"
+            )

@@ -14,7 +14,14 @@ from edgellm.cache.types import (
     ContextCacheDeploymentProfile,
     ContextCachePhysicalResources,
 )
-from edgellm.errors import AdmissionError, ContractViolation, RequestFailed, UnsupportedModelError
+from edgellm.errors import (
+    AdmissionError,
+    ContractViolation,
+    InvalidArgumentError,
+    RequestFailed,
+    UnsupportedModelError,
+)
+from edgellm.foreign import describe_value
 from edgellm.plugin_guard import build_decoder
 from edgellm.runtime.batch import resources_of
 from edgellm.sampling.guidance import Guidance
@@ -151,10 +158,15 @@ class LLMRankRuntime:
         """A session, to be driven by the calling thread alone and closed before the next one opens.
 
         Raises:
+            InvalidArgumentError: `options` is something else.
             ContractViolation: a session is open, a blocking request runs, or the runtime is closed.
             BrokenInvariantError: the context cache is poisoned by an earlier device failure, and the device's stream
                 still cannot be drained.
         """
+        if options is not None and not isinstance(options, SessionOptions):
+            raise InvalidArgumentError(
+                f"options is {describe_value(options)}; pass edgellm.session.types.SessionOptions(...) or None"
+            )
         if self._closed:
             raise ContractViolation("open_session: the runtime is closed; build a new one")
         if not self._latch.acquire(blocking=False):
@@ -248,8 +260,8 @@ def _check_verifies(decoder: DecodingStrategy, executor: Executor) -> None:
     """
     if decoder.is_speculative and not hasattr(executor, "forward_verify"):
         raise UnsupportedModelError(
-            f"decoder {decoder.name!r} proposes tokens, and {type(executor).__name__} cannot verify them yet; pass "
-            "device='cpu', or leave speculative out"
+            f"decoder {decoder.name!r} proposes tokens, and {type(executor).__name__} cannot verify them; use an "
+            "executor that has forward_verify, or leave speculative out"
         )
 
 

@@ -12,24 +12,39 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from edgellm.errors import BrokenInvariantError
+from edgellm.errors import BrokenInvariantError, InvalidArgumentError
 from edgellm.kernels.cpu.recurrent_rows import RecurrentRows
+from edgellm.runtime.kv_cache import FP8
 from edgellm.runtime.snapshot_storage import HybridSnapshotStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from edgellm.models.config import StatePiece
+    import numpy.typing as npt
+
+    from edgellm.models.config import ModelConfig, StatePiece
     from edgellm.runtime.batch import RaggedBatch
     from edgellm.runtime.kv_cache import KVCache
 
 _ROW_STEP = 16
-_TOKEN_DIM = 2  # of a page of one layer, (2, kv_heads, page_size, head_dim)
+_TOKEN_DIM = -2  # of pages, (..., page_size, head_dim)
 
 
 def state_bytes(pieces: Sequence[StatePiece]) -> int:
     """Recurrent and conv state of one sequence."""
     return sum(math.prod(piece.shape) * getattr(torch, piece.dtype).itemsize for piece in pieces)
+
+
+def check_recurrent(config: ModelConfig, recurrent: RecurrentState | None) -> None:
+    """
+    Raises:
+        InvalidArgumentError: the model keeps recurrent state and none is given, or the other way round.
+    """
+    if (recurrent is None) is not (not config.recurrent_pieces):
+        raise InvalidArgumentError(
+            f"the model has {len(config.recurrent_pieces)} pieces of recurrent state; recurrent is {recurrent!r}, so "
+            "build it with RecurrentState(model.config.recurrent_pieces, slots)"
+        )
 
 
 class RecurrentState:
@@ -80,6 +95,10 @@ class RecurrentState:
         Args:
             verified: sequences of the batch after each of whose tokens the state is kept.
         """
+        self._rows = RecurrentRows(batch.query_start, batch.state_index, self.lay_out(batch, verified))
+
+    def lay_out(self, batch: RaggedBatch, verified: Sequence[int] = ()) -> npt.NDArray[np.int32]:
+        """(N,) int32: checkpoint row of the first token of each sequence, -1 for those that are not verified."""
         starts = np.full(batch.num_sequences, -1, np.int32)
         self._first = {}
         used = 0
@@ -88,8 +107,8 @@ class RecurrentState:
             starts[sequence] = used
             self._first[int(batch.state_index[sequence])] = (used, count)
             used += count
-        self._reserve(used)
-        self._rows = RecurrentRows(batch.query_start, batch.state_index, starts)
+        self.reserve(used)
+        return starts
 
     def rewind(self, slots: Sequence[int], kept: Sequence[int]) -> None:
         """State of `slots` as it was after the `kept`-th token of their rows in the latest step.
@@ -99,6 +118,16 @@ class RecurrentState:
         """
         if not len(slots):
             return
+        targets, sources = torch.tensor(list(slots)), torch.tensor(self.places(slots, kept))
+        for key, live in self._live.items():
+            live[targets] = self._checkpoints[key][sources]
+
+    def places(self, slots: Sequence[int], kept: Sequence[int]) -> list[int]:
+        """Checkpoint row after the `kept`-th token of each slot's row in the latest step.
+
+        Raises:
+            BrokenInvariantError: as `rewind`.
+        """
         places = []
         for slot, count in zip(slots, kept, strict=True):
             start, length = self._first.get(slot, (0, 0))
@@ -107,16 +136,17 @@ class RecurrentState:
                     f"slot {slot} is to go back to its token {count}; the latest step kept {length} checkpoints of it"
                 )
             places.append(start + count - 1)
-        targets, sources = torch.tensor(list(slots)), torch.tensor(places)
-        for key, live in self._live.items():
-            live[targets.to(live.device)] = self._checkpoints[key][sources.to(live.device)]
+        return places
 
-    def _reserve(self, rows: int) -> None:
+    def reserve(self, rows: int) -> bool:
+        """Room for so many checkpoints; True when they moved."""
         held = len(next(iter(self._checkpoints.values()))) if self._checkpoints else 0
         if rows <= held:
-            return
+            return False
         capacity = -(-rows // _ROW_STEP) * _ROW_STEP
+        self._checkpoints = {}  # both together may not fit
         self._checkpoints = {key: live.new_empty((capacity, *live.shape[1:])) for key, live in self._live.items()}
+        return True
 
 
 def _no_rows() -> RecurrentRows:
@@ -142,6 +172,7 @@ def snapshot_storage(
     """
     per_slot = sum(slab[0].nbytes for slab in recurrent.slabs) + hidden_width * hidden_dtype.itemsize
     pages = [] if kv_cache is None else kv_cache.layers
+    by_token = kv_cache is not None and kv_cache.dtype != FP8  # values and scales of fp8 pages lie apart
     draft_pages = [] if draft_cache is None else draft_cache.layers
     per_page = sum(layer[0].nbytes for layer in [*pages, *draft_pages])
     return HybridSnapshotStorage(
@@ -153,5 +184,5 @@ def snapshot_storage(
         recurrent_budget_bytes=num_slots * per_slot,
         partial_budget_bytes=num_slots * per_page,
         page_size=page_size,
-        token_dim=_TOKEN_DIM if pages else None,
+        token_dim=_TOKEN_DIM if by_token else None,
     )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     TableUpdate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 _ALIGNMENT = 4  # 16 bytes: kernels may read a section by wide loads
+_ENDLESS_PAGE = 1 << 30  # tokens; no sequence is as long
 _NOTHING = -2  # no page and not "unused": an entry of which the device's copy is not known
 _UPDATE_WORDS = 16_384  # room for changed page-table rows in one copy; a step with more of them makes several
 
@@ -78,6 +79,7 @@ class StepTensors:
         past_len: (N,) int32, tokens that had state before the step.
         lengths: (N,) int32, tokens that have state after it; 0 in padding.
         logits_index: (L,) int32, token of each logits row; 0 in padding.
+        checkpoint_start: (N,) int32, row of the checkpoint of each sequence's first token; -1 where none is kept.
     """
 
     token_ids: torch.Tensor
@@ -88,6 +90,7 @@ class StepTensors:
     past_len: torch.Tensor
     lengths: torch.Tensor
     logits_index: torch.Tensor
+    checkpoint_start: torch.Tensor
 
 
 _SECTIONS = tuple(field.name for field in fields(StepTensors))
@@ -98,7 +101,7 @@ def section_sizes(shape: StepShape) -> tuple[int, ...]:
     return (
         *(shape.tokens, shape.tokens, shape.tokens),
         *(shape.rows, shape.rows + 1, shape.rows, shape.rows),
-        shape.logits,
+        *(shape.logits, shape.rows),
     )
 
 
@@ -116,6 +119,7 @@ class StepInputs:
     Args:
         num_slots, pages_per_slot: shape of the page table.
         page_size, num_pages: of the KV pool; a step whose pages are not in it is refused.
+        has_pages: False for a model without attention, whose batches name no pages: every sequence lies in page 0 then.
         update_table: `(table, slots, rows)`, all int32 on the device: `table[slots] = rows`.
     Ownership: the device copy of a step is valid until the next `stage`, in stream order.
     """
@@ -129,30 +133,37 @@ class StepInputs:
         page_size: int,
         num_pages: int,
         update_table: TableUpdate,
+        has_pages: bool = True,
     ) -> None:
         # Rows of the copy start at multiples of 16 bytes; columns behind the host's are never read.
         shape = (num_slots, _aligned(pages_per_slot))
         self.table = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._shadow = np.full(shape, -1, dtype=np.int32)
         self._pages_per_slot = pages_per_slot
-        self._page_size = page_size
-        self._num_pages = num_pages
+        self._page_size = page_size if has_pages else _ENDLESS_PAGE
+        self._num_pages = num_pages if has_pages else 1
+        self._own_rows = None if has_pages else np.zeros((num_slots, pages_per_slot), np.int32)
         self._update_table = update_table
         self._update_words = max(_UPDATE_WORDS, shape[1] + 2 * _ALIGNMENT)
         self._device = device
         self._capacity = 0
-        self._staging: list[_Staging] = []
+        self._staging: list[HostStaging] = []
         self._turn = 0
         self._words = torch.empty(0, dtype=torch.int32, device=device)
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """(num_slots, pages_per_slot) of the host's page table."""
+        return len(self._shadow), self._pages_per_slot
 
     def reserve(self, shape: StepShape) -> bool:
         """Make room for a step of `shape`; True when device buffers moved, so that captured graphs are void."""
         needed = section_starts(shape)[-1] + self._update_words
         if needed <= self._capacity:
             return False
-        self._capacity = needed
-        self._staging = [_Staging(needed, self._device) for _ in range(2)]
+        staging = [HostStaging(needed, self._device) for _ in range(2)]
         self._words = torch.empty(needed, dtype=torch.int32, device=self._device)
+        self._staging, self._capacity = staging, needed  # once all is there: memory may run out
         return True
 
     def views(self, shape: StepShape) -> StepTensors:
@@ -167,6 +178,8 @@ class StepInputs:
         Raises:
             ContractViolation: names what is wrong.
         """
+        if batch.tree_mask is not None:
+            raise ContractViolation("trees of proposals are not verified on this device; propose chains")
         table = (len(self._shadow), self._pages_per_slot)
         if batch.page_rows.shape != table:
             raise ContractViolation(
@@ -175,7 +188,8 @@ class StepInputs:
         if not self.is_sound(batch, vocab_size):
             with suppress(ValueError):  # lengths of arrays that cannot even be compared
                 check_batch(batch, vocab_size)
-                kv_offsets(batch, self._page_size, self._num_pages)
+                if self._own_rows is None:
+                    kv_offsets(batch, self._page_size, self._num_pages)
             raise ContractViolation("the arrays of the batch do not have the lengths that belong together; rebuild it")
 
     def is_sound(self, batch: RaggedBatch, vocab_size: int) -> bool:
@@ -187,7 +201,7 @@ class StepInputs:
             batch.query_len,
             batch.past_len,
             batch.state_index,
-            batch.page_rows,
+            self._page_rows(batch),
             batch.logits_index,
             vocab_size,
             self._page_size,
@@ -200,16 +214,17 @@ class StepInputs:
             batch.query_len[first:],
             batch.past_len[first:],
             batch.state_index[first:],
-            batch.page_rows,
+            self._page_rows(batch),
             self._shadow,
             self._page_size,
         )
 
-    def stage(self, batch: RaggedBatch, shape: StepShape) -> None:
+    def stage(self, batch: RaggedBatch, shape: StepShape, checkpoint_start: Int32Array | None = None) -> None:
         """Send a step that was checked: pack it, copy it, and bring the page table up to date, all in stream order.
 
         Args:
             shape: at least the batch's sizes, see `split_rows`; what is beyond them is padding.
+            checkpoint_start: (N,) int32 of the batch's sequences, in a step whose rows are all context rows.
         """
         staging = self._next_staging()
         pack_step(
@@ -226,7 +241,11 @@ class StepInputs:
             shape.decode_rows,
             shape.logits,
         )
-        updates = section_starts(shape)[-1]
+        *starts, updates = section_starts(shape)
+        kept = staging.words[starts[-1] : starts[-1] + shape.rows]
+        kept.fill(-1)
+        if checkpoint_start is not None:
+            kept[: len(checkpoint_start)] = checkpoint_start
         sequence = self._send_rows(staging, batch, 0, updates, 0)
         while sequence < batch.num_sequences:
             sequence = self._send_rows(self._next_staging(), batch, updates, updates, sequence)
@@ -236,7 +255,7 @@ class StepInputs:
         staging = self._next_staging()
         starts, sizes = section_starts(shape), section_sizes(shape)
         staging.words[: starts[-1]] = 0
-        for name in ("token_seq", "slots"):
+        for name in ("token_seq", "slots", "checkpoint_start"):
             index = _SECTIONS.index(name)
             staging.words[starts[index] : starts[index] + sizes[index]] = -1
         staging.send(self._words, 0, starts[-1])
@@ -245,19 +264,22 @@ class StepInputs:
         """The device's copy of the table is in doubt (a step failed): send every row again before it is read."""
         self._shadow.fill(_NOTHING)
 
-    def _next_staging(self) -> _Staging:
+    def _page_rows(self, batch: RaggedBatch) -> Int32Array:
+        return batch.page_rows if self._own_rows is None else self._own_rows
+
+    def _next_staging(self) -> HostStaging:
         self._turn ^= 1
         staging = self._staging[self._turn]
         staging.wait()
         return staging
 
-    def _send_rows(self, staging: _Staging, batch: RaggedBatch, start: int, updates: int, sequence: int) -> int:
+    def _send_rows(self, staging: HostStaging, batch: RaggedBatch, start: int, updates: int, sequence: int) -> int:
         """Copy words from `start` on, with changed page rows at `updates`; returns the next sequence to look at."""
         count, width, following = pack_changed_rows(
             batch.query_len,
             batch.past_len,
             batch.state_index,
-            batch.page_rows,
+            self._page_rows(batch),
             self._shadow,
             self._page_size,
             staging.words[: updates + self._update_words],
@@ -273,12 +295,12 @@ class StepInputs:
         return following
 
 
-class _Staging:
-    """One host buffer; pinned where the device is a GPU, and free again once its copy was made."""
+class HostStaging:
+    """One host buffer of int32 words; pinned where the device is a GPU, and free again once its copy was made."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._tensor = torch.empty(words, dtype=torch.int32, pin_memory=on_gpu)
+        self._tensor = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self.words: Int32Array = self._tensor.numpy()
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 

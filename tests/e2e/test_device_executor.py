@@ -4,54 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from reference_placement import ReferencePlacement, make_engine
 
-import edgellm_lookup.decoder
 from edgellm import Engine, SamplingParams
-from edgellm.assembly import LoadOptions, connect
-from edgellm.errors import RequestCancelled, UnsupportedModelError
-from edgellm.models.device_ops import reference_ops
-from edgellm.plugins import load_plugins
-from edgellm.runtime.device import CpuDevice
-from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits, attention_mode
-from edgellm.runtime.kv_cache import KVCache
+from edgellm.errors import RequestCancelled
 from edgellm.runtime.placement import CpuPlacement
 from edgellm.testing.recount import recount
-from edgellm.tokenization.tokenizer import load_tokenizer
 
-PAGE_SIZE = 8
 KV_TOKENS = 384
-
-
-class ReferencePlacement(CpuPlacement):
-    """The CPU with the CUDA executor on it; steps of at most 32 prompt tokens, so that prompts run in chunks."""
-
-    step_tokens = 32
-
-    def build_executor(
-        self, model: Any, budget: Any, deployment: Any, draft: Any = None, draft_cache: Any = None
-    ) -> Any:
-        kv_cache = KVCache.for_model(model.config, num_pages=budget.num_pages, page_size=budget.page_size)
-        kv_cache.fill_poison()
-        limits = ExecutorLimits(
-            num_slots=deployment.max_batch_size, pages_per_slot=deployment.pages_per_slot, step_tokens=40
-        )
-        mode = attention_mode(model.dtype, deterministic=False)
-        return CudaExecutor(model, kv_cache, device=CpuDevice(), ops=reference_ops(), limits=limits, mode=mode)
 
 
 @pytest.fixture(scope="module")
 def engines(tiny_model_dir: Path) -> Iterator[tuple[Engine, Engine]]:
     """(over the CUDA executor with references, over the CPU executor); the same weights and options."""
-    options = LoadOptions(
-        tiny_model_dir, device="cpu", dtype="float32", kv_budget=KV_TOKENS, page_size=PAGE_SIZE, max_batch_size=3
-    )
-    made = []
-    for placement in (ReferencePlacement(options.placement_options()), CpuPlacement(options.placement_options())):
-        model = placement.load_model(tiny_model_dir, None)
-        made.append(Engine.from_parts(connect(options, placement, model, load_tokenizer(tiny_model_dir))))
+    made = [
+        make_engine(tiny_model_dir, placement, kv_budget=KV_TOKENS, max_batch_size=3)
+        for placement in (ReferencePlacement, CpuPlacement)
+    ]
     yield made[0], made[1]
     for engine in made:
         engine.shutdown()
@@ -96,15 +67,3 @@ def test_a_cancelled_stream_gives_its_pages_back(engines: tuple[Engine, Engine])
     engine.generate([PROMPTS[0]], greedy(2))  # the cancel is seen at a step boundary before this one ends
     assert engine._runtime is not None
     assert recount(engine._runtime.coordinator).leased == 0
-
-
-def test_a_decoder_that_verifies_is_refused_where_the_executor_cannot(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = load_plugins(extra=(("lookup", edgellm_lookup.decoder),), autoload=False, strict=True)
-    monkeypatch.setattr("edgellm.plugins.load_plugins", lambda: loaded)
-    options = LoadOptions(tiny_model_dir, device="cpu", kv_budget=KV_TOKENS, speculative="prompt_lookup")
-    placement = ReferencePlacement(options.placement_options())
-    model = placement.load_model(tiny_model_dir, None)
-    with pytest.raises(UnsupportedModelError, match=r"CudaExecutor cannot verify.*device='cpu'"):
-        connect(options, placement, model, load_tokenizer(tiny_model_dir))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from test_models_weights import CONFIG, tensors
 from tiny_model import write_tiny_llama, write_tiny_qwen_hybrid
 
+from edgellm import LLM, SamplingParams
 from edgellm.assembly import LoadOptions, _engine_config
 from edgellm.cache.types import DeploymentConfig
 from edgellm.engine.config import SchedulingOptions
@@ -27,7 +31,7 @@ from edgellm.models.pinned_upload import PieceReader, PinnedUpload
 from edgellm.models.registry import Architecture
 from edgellm.models.safetensors_source import SafetensorsSource
 from edgellm.models.weights import load_weights, weight_bytes
-from edgellm.runtime import cuda_memory, device_choice, device_cuda, placement_cuda
+from edgellm.runtime import cuda_memory, device_choice, device_cuda, placement, placement_cuda
 from edgellm.runtime.cuda_memory import DeviceMemory
 from edgellm.runtime.device import CpuDevice
 from edgellm.runtime.device_cuda import CudaDevice, is_integrated, memory_errors, unified_free_bytes
@@ -42,6 +46,8 @@ from edgellm.runtime.placement import (
 )
 from edgellm.runtime.placement_cuda import CudaPlacement, check_model
 from edgellm.runtime.step_buckets import StepBuckets
+from edgellm.runtime.step_inputs import HostStaging
+from edgellm.sampling.device_staging import Staging
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -165,6 +171,26 @@ def test_no_room_for_a_pool_names_what_to_change() -> None:
         InvalidArgumentError, match=r"nothing is left for the KV pool on board.*max_batch_size \(now 8\)"
     ):
         cuda_memory.measure(device, graph(), torch.bfloat16, GIB, limits())
+
+
+@pytest.mark.parametrize("name", ["max_num_tokens", "max_prompt_step_tokens"])
+def test_a_step_too_large_for_the_memory_is_refused_by_the_name_of_its_option(
+    on_host: CudaPlacement, name: str, tmp_path: Path
+) -> None:
+    model = load_model(write_tiny_llama(tmp_path), dtype="float32")
+    options = LoadOptions("m", page_size=16, scheduling=SchedulingOptions(**{name: 10**8})).placement_options()
+    with pytest.raises(InvalidArgumentError, match=rf"lower scheduling\.{name} \(now 100000000\), then max_batch_size"):
+        CudaPlacement(torch.device("cpu"), options).size_pool(model, 256)
+
+
+def test_a_step_of_the_default_size_is_not_named_when_memory_is_short(
+    on_host: CudaPlacement, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(HostDevice, "free_memory_bytes", lambda self: 100 * MIB)
+    model = load_model(write_tiny_llama(tmp_path), dtype="float32")
+    options = LoadOptions("m", page_size=16, scheduling=SchedulingOptions(max_num_tokens=64)).placement_options()
+    with pytest.raises(InvalidArgumentError, match=r"lower max_batch_size \(now 8\), load a smaller dtype"):
+        CudaPlacement(torch.device("cpu"), options).size_pool(model, 256)
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
@@ -373,7 +399,7 @@ def test_widths_that_deterministic_kernels_cannot_read_are_refused(
 def test_widths_that_no_16_bit_expert_kernel_reads_are_refused_in_either_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelConfig, "expert_widths", (("moe_intermediate_size", 28),))
     for deterministic in (False, True):
-        with pytest.raises(InvalidArgumentError, match="moe_intermediate_size of the model is 28;.*dtype='float32'"):
+        with pytest.raises(InvalidArgumentError, match=r"moe_intermediate_size of the model is 28;.*dtype='float32'"):
             check_model(config(), torch.bfloat16, deterministic=deterministic)
     check_model(config(), torch.float32)
 
@@ -411,6 +437,22 @@ def test_weights_in_pieces_are_those_read_whole(checkpoint: Path, dtype: torch.d
         target = torch.full(spec.shape, float("nan"), dtype=dtype)
         upload.fill(name, target)
         assert torch.equal(target, source.read(name).to(dtype)), name
+
+
+def test_host_memory_beside_a_gpu_is_on_the_host_whatever_torchs_default_device(checkpoint: Path) -> None:
+    source, cpu = SafetensorsSource(checkpoint), torch.device("cpu")
+    name, spec = next(iter(source.specs().items()))
+    target = torch.empty(spec.shape)
+    with torch.device("meta"):  # as `torch.set_default_device("cuda")`, which no pinned tensor can be made under
+        PinnedUpload(source, cpu, piece_bytes=64).fill(name, target)
+        staging, inputs = Staging(cpu), HostStaging(8, cpu)
+        uploaded = staging.upload({"ids": np.arange(4, dtype=np.int32)})
+    assert torch.equal(target, source.read(name).float())
+    assert uploaded["ids"].tolist() == [0, 1, 2, 3]
+    inputs.words[:] = 7
+    words = torch.zeros(8, dtype=torch.int32)
+    inputs.send(words, 0, 8)
+    assert words.tolist() == [7] * 8
 
 
 def test_a_file_that_shrank_is_named(checkpoint: Path) -> None:
@@ -490,3 +532,52 @@ def test_what_a_budget_counts_is_what_the_executor_holds(
     assert held * budget.snapshot_slots == budget.snapshot_bytes
     assert ("state while verifying" in budget.describe()) == (verify_tokens > 1)
     assert recurrent.keeps_checkpoints == (verify_tokens > 1)
+
+
+# ---- a whole LLM on it ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llm(on_host: CudaPlacement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setattr(CudaExecutor, "warm_up", lambda self: 0)
+    monkeypatch.setattr(placement, "place", lambda device, options: CudaPlacement(torch.device("cpu"), options))
+    folder = write_tiny_llama(tmp_path)
+    with LLM(folder, dtype="float32", kv_budget=512, page_size=16, max_model_len=64, max_batch_size=2) as model:
+        yield model
+
+
+def test_a_closed_llm_gives_the_gpus_memory_back_once_nothing_holds_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = llm._runtime
+    assert runtime is not None
+    executor, pages = weakref.ref(runtime.executor), weakref.ref(runtime.executor.kv_cache.storage)
+    del runtime
+    found: list[tuple[object, object]] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.append((executor(), pages())))
+    llm.generate("hello", SamplingParams(max_tokens=3))
+    assert found == []
+    gc.collect()
+    gc.disable()  # memory that waits for the collector would not be given back
+    try:
+        llm.close()
+        llm.close()
+    finally:
+        gc.enable()
+    assert found == [(None, None)]
+
+
+def test_a_device_that_failed_for_good_does_not_keep_an_llm_from_closing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    llm.close()
+    assert "the GPU's memory was not given back: CUDA error" in caplog.text
+
+
+def test_a_closed_llm_on_the_cpu_leaves_cuda_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("the CPU has no cache to empty"))
+    LLM(write_tiny_llama(tmp_path), device="cpu", kv_budget=512, page_size=16).close()

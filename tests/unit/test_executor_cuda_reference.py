@@ -5,6 +5,8 @@ Buckets, padding, staging, page-table updates, ragged batches and growth are the
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -265,10 +267,53 @@ def test_a_failed_step_is_a_device_error_and_the_table_is_sent_again(llama: Load
     assert torch.equal(executor.forward(batch), expected)
 
 
+def fail_at_allocation(executor: CudaExecutor, number: int, patch: pytest.MonkeyPatch) -> None:
+    """Let allocation `number`, from 0, of those that make room for a step fail."""
+    calls = itertools.count()
+    reserve = executor._steps.reserve
+
+    def counted(make: Any) -> Any:
+        def call(*args: Any, **options: Any) -> torch.Tensor:
+            if next(calls) == number:
+                raise torch.cuda.OutOfMemoryError("no memory")
+            return make(*args, **options)
+
+        return call
+
+    def reserve_failing(shape: StepShape) -> None:
+        with pytest.MonkeyPatch.context() as inside:
+            for name in ("empty", "zeros"):
+                inside.setattr(torch, name, counted(getattr(torch, name)))
+            reserve(shape)
+
+    patch.setattr(executor._steps, "reserve", reserve_failing)
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_memory_that_runs_out_in_a_large_step_leaves_the_executor_usable(
+    llama: LoadedModel, pad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every allocation in turn: what moved before it must not be taken for what is there."""
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=12)
+    small = ragged_batch([(0, 0, [1, 2])], page_rows)
+    large = ragged_batch([(slot, 0, [*range(1, 31)]) for slot in range(NUM_SLOTS)], page_rows)
+    expected = [make_executor(llama, pad=pad).forward(batch).clone() for batch in (small, large)]
+    for number in itertools.count():
+        executor = make_executor(llama, pad=pad)
+        executor.forward(small)
+        with monkeypatch.context() as patch, contextlib.suppress(StepDeviceError):
+            fail_at_allocation(executor, number, patch)
+            executor.forward(large)
+            break
+        for batch, logits in zip((small, large), expected, strict=True):
+            assert torch.equal(executor.forward(batch), logits)
+    assert number > 8
+
+
 def test_cache_of_another_shape_is_refused(llama: LoadedModel) -> None:
     other = KVCache(num_layers=3, num_pages=1, num_kv_heads=2, page_size=4, head_dim=8)
     limits = ExecutorLimits(num_slots=1, pages_per_slot=1, step_tokens=4)
-    with pytest.raises(InvalidArgumentError, match=r"\(3, 2, 8\).*the model \(2, 2, 8\)"):
+    with pytest.raises(InvalidArgumentError, match=r"3 x \(2, 8\).*the model 2 x \(2, 8\)"):
         CudaExecutor(llama, other, device=CpuDevice(), ops=reference_ops(), limits=limits, mode=AttentionMode.EXACT)
 
 
@@ -400,6 +445,29 @@ def test_what_is_captured_at_start_is_what_steps_run_as(decode_apart: bool) -> N
     for rows in range(1, 21):
         exact = StepShape(0, 0, rows, rows) if decode_apart else StepShape(rows, rows, 0, rows)
         assert buckets.padded(exact) in shapes
+
+
+def test_verified_steps_are_padded_in_tokens_rows_and_logits() -> None:
+    buckets = StepBuckets.of(20, decode_apart=True, verify_tokens=5)
+    assert buckets.padded(StepShape(5, 1, 0, 5)) == StepShape(8, 1, 0, 8)
+    assert buckets.padded(StepShape(37, 9, 0, 37)) == StepShape(48, 20, 0, 48)
+    assert buckets.padded(StepShape(300, 3, 0, 9)) == StepShape(384, 8, 0, 16)  # beside a chunk
+    assert buckets.padded(StepShape(100, 20, 0, 100)) == StepShape(100, 20, 0, 100)
+    assert buckets.padded(StepShape(101, 20, 0, 101)) is None
+    assert StepBuckets.of(20, decode_apart=True).verified_at_start() == []
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8, 20])
+def test_every_verification_without_a_prompt_is_captured_at_start(num_slots: int) -> None:
+    buckets = StepBuckets.of(num_slots, decode_apart=True, verify_tokens=5)
+    shapes = buckets.verified_at_start()
+    met = {
+        buckets.padded(StepShape(tokens, rows, 0, tokens))
+        for rows in range(1, num_slots + 1)
+        for tokens in range(rows + 1, 5 * rows + 1)
+    }
+    assert met == set(shapes)
+    assert len(set(shapes)) == len(shapes)
 
 
 def test_rows_of_one_token_at_the_tail_are_decode_rows() -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from edgellm.models.config import ModelConfig
+    from edgellm.models.device_ops import DeviceOps
+    from edgellm.models.device_step import DeviceFamilyGraph
     from edgellm.models.fields import Fields
     from edgellm.models.loader import LoadedModel
     from edgellm.models.registry import Architecture
@@ -51,4 +53,8 @@ class Family(Protocol):
 
     def build_graph(self, model: LoadedModel) -> Graph:
         """The forward pass on CPU rows."""
+        ...
+
+    def build_device_graph(self, model: LoadedModel, ops: DeviceOps) -> DeviceFamilyGraph:
+        """The forward pass on the device that holds the model and that `ops` compute on."""
         ...

@@ -32,7 +32,10 @@ from edgellm.models.registry import Architecture
 from edgellm.models.weights import keep_order as finish
 
 if TYPE_CHECKING:
+    from edgellm.models.device_ops import DeviceOps
+    from edgellm.models.device_step import DeviceFamilyGraph
     from edgellm.models.fields import Fields
+    from edgellm.models.loader import LoadedModel
 
 __all__ = [
     "IGNORED_TENSORS",
@@ -40,6 +43,7 @@ __all__ = [
     "GemmaExperts",
     "GemmaLayer",
     "allocate",
+    "build_device_graph",
     "build_graph",
     "finish",
     "read_config",
@@ -169,6 +173,22 @@ class GemmaConfig(ModelConfig):
     @property
     def attention_scale(self) -> float:
         return self.query_scale
+
+    @property
+    def linear_widths(self) -> tuple[tuple[str, int], ...]:
+        widths = [("hidden_size", self.hidden_size)]
+        for layer in self.layers:
+            widths.append(("intermediate_size", layer.intermediate_size))
+            widths.append(("num_heads * head_dim", self.num_heads * layer.head_dim))
+        if self.per_layer_size:
+            widths.append(("hidden_size_per_layer_input", self.per_layer_size))
+        return tuple(dict.fromkeys(widths))
+
+    @property
+    def expert_widths(self) -> tuple[tuple[str, int], ...]:
+        if self.experts is None:
+            return ()
+        return (("hidden_size", self.hidden_size), ("moe_intermediate_size", self.experts.expert_size))
 
     @property
     def unread_tensors(self) -> tuple[str, ...]:
@@ -399,3 +419,10 @@ def _proportional(rope: Fields, head_dim: int) -> RopeConfig:
         factor=rope.number("factor", above=0, most=MAX_POSITIONS, default=1.0),
         freq_factors=(1.0,) * turning + (math.inf,) * (pairs - turning),
     )
+
+
+def build_device_graph(model: LoadedModel, ops: DeviceOps) -> DeviceFamilyGraph:
+    """The forward pass on a device; see `edgellm.models.families.Family`."""
+    from edgellm.models.device_gemma import DeviceGemmaGraph
+
+    return DeviceGemmaGraph(model, ops)

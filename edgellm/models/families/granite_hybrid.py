@@ -33,11 +33,22 @@ from edgellm.models.weights import keep_order as finish
 if TYPE_CHECKING:
     import torch
 
+    from edgellm.models.device_ops import DeviceOps
+    from edgellm.models.device_step import DeviceFamilyGraph
     from edgellm.models.families import NewTensor
     from edgellm.models.fields import Fields
+    from edgellm.models.loader import LoadedModel
     from edgellm.models.registry import Architecture
 
-__all__ = ["IGNORED_TENSORS", "GraniteHybridConfig", "allocate", "build_graph", "finish", "read_config"]
+__all__ = [
+    "IGNORED_TENSORS",
+    "GraniteHybridConfig",
+    "allocate",
+    "build_device_graph",
+    "build_graph",
+    "finish",
+    "read_config",
+]
 
 IGNORED_TENSORS = ()
 
@@ -81,6 +92,21 @@ class GraniteHybridConfig(ModelConfig):
     @property
     def attention_scale(self) -> float:
         return self.attention_multiplier
+
+    @property
+    def linear_widths(self) -> tuple[tuple[str, int], ...]:
+        widths = [("hidden_size", self.hidden_size), ("shared_intermediate_size", self.shared_size)]
+        if any(self.attends):
+            widths.append(("num_heads * head_dim", self.q_size))
+        if self.mixer is not None:
+            widths.append(("inner size of the mixers", self.mixer.inner_size))
+        return tuple(widths)
+
+    @property
+    def expert_widths(self) -> tuple[tuple[str, int], ...]:
+        if not self.num_experts:
+            return ()
+        return (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size))
 
     @property
     def recurrent_pieces(self) -> tuple[StatePiece, ...]:
@@ -270,3 +296,10 @@ def _allocate_experts(
     targets[prefix + "input_linear.weight"] = weights.gate_up
     targets[prefix + "output_linear.weight"] = weights.down
     return weights
+
+
+def build_device_graph(model: LoadedModel, ops: DeviceOps) -> DeviceFamilyGraph:
+    """The forward pass on a device; see `edgellm.models.families.Family`."""
+    from edgellm.models.device_granite_hybrid import DeviceGraniteHybridGraph
+
+    return DeviceGraniteHybridGraph(model, ops)

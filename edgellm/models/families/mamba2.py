@@ -29,14 +29,18 @@ from edgellm.models.weights import keep_order as finish
 if TYPE_CHECKING:
     import torch
 
+    from edgellm.models.device_ops import DeviceOps
+    from edgellm.models.device_step import DeviceFamilyGraph
     from edgellm.models.families import NewTensor
     from edgellm.models.fields import Fields
+    from edgellm.models.loader import LoadedModel
     from edgellm.models.registry import Architecture
 
 __all__ = [
     "IGNORED_TENSORS",
     "Mamba2Config",
     "allocate",
+    "build_device_graph",
     "build_graph",
     "finish",
     "read_config",
@@ -65,6 +69,10 @@ class Mamba2Config(ModelConfig):
     @property
     def num_kv_layers(self) -> int:
         return 0
+
+    @property
+    def linear_widths(self) -> tuple[tuple[str, int], ...]:
+        return (("hidden_size", self.hidden_size), ("inner size of the mixers", self.mixer.inner_size))
 
     @property
     def recurrent_pieces(self) -> tuple[StatePiece, ...]:
@@ -179,3 +187,10 @@ def allocate(config: Mamba2Config, new: NewTensor) -> tuple[ModelWeights, dict[s
     if not config.tied_embeddings:
         lm_head = targets["lm_head.weight"] = new(config.vocab_size, config.hidden_size)
     return ModelWeights(embedding, layers, final_norm, lm_head), targets
+
+
+def build_device_graph(model: LoadedModel, ops: DeviceOps) -> DeviceFamilyGraph:
+    """The forward pass on a device; see `edgellm.models.families.Family`."""
+    from edgellm.models.device_mamba2 import DeviceMamba2Graph
+
+    return DeviceMamba2Graph(model, ops)

@@ -1,0 +1,283 @@
+"""Verification on the CUDA executor with reference operators: logits, hidden rows, state, and the way back.
+
+Everything is compared with `CpuExecutor`, step by step, over random steps as a session plans them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ragged import permuted_page_rows, ragged_batch
+from tiny_model import write_tiny_llama, write_tiny_qwen_hybrid
+from verify_steps import VerifyPlan, verifying
+
+from edgellm.cache.types import BaseStateKind
+from edgellm.errors import BrokenInvariantError, ContractViolation, InvalidArgumentError
+from edgellm.models.device_attention import AttentionMode
+from edgellm.models.device_ops import reference_ops
+from edgellm.models.loader import LoadedModel, load_model
+from edgellm.models.step import HiddenRequest
+from edgellm.runtime.batch import resources_of
+from edgellm.runtime.device import CpuDevice
+from edgellm.runtime.executor_cpu import CpuExecutor
+from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits
+from edgellm.runtime.kv_cache import KVCache
+from edgellm.runtime.recurrent_state import RecurrentState, snapshot_storage
+from edgellm.runtime.recurrent_state_device import DeviceRecurrentState
+
+PAGE_SIZE, PAGES_PER_SLOT, NUM_SLOTS = 4, 12, 5
+VERIFY_TOKENS = 4
+VOCAB = 200
+TOLERANCE = 2e-4
+REQUEST = HiddenRequest(layers=(0, 2), normed=True)
+KINDS = {"llama": write_tiny_llama, "hybrid": write_tiny_qwen_hybrid}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(KINDS[request.param](tmp_path_factory.mktemp(request.param)), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(write_tiny_qwen_hybrid(tmp_path_factory.mktemp("hybrid")), dtype="float32")
+
+
+@dataclass
+class Bench:
+    """An executor with the live state of its slots."""
+
+    executor: Any
+    state: RecurrentState | None
+
+    def clear(self, slot: int) -> None:
+        """What the cache does for a sequence that starts anew."""
+        for slab in self.state.slabs if self.state is not None else ():
+            slab[slot] = 0
+
+
+def make_cache(model: LoadedModel) -> KVCache:
+    kv_cache = KVCache.for_model(model.config, num_pages=NUM_SLOTS * PAGES_PER_SLOT, page_size=PAGE_SIZE)
+    kv_cache.fill_poison()
+    return kv_cache
+
+
+def on_cpu(model: LoadedModel) -> Bench:
+    pieces = model.config.recurrent_pieces
+    state = RecurrentState(pieces, NUM_SLOTS) if pieces else None
+    return Bench(CpuExecutor(model, make_cache(model), recurrent=state), state)
+
+
+def on_device(
+    model: LoadedModel, mode: AttentionMode = AttentionMode.EXACT, *, verify_tokens: int = VERIFY_TOKENS, **options: Any
+) -> Bench:
+    limits = ExecutorLimits(
+        num_slots=NUM_SLOTS, pages_per_slot=PAGES_PER_SLOT, step_tokens=16, verify_tokens=verify_tokens
+    )
+    ops, state = reference_ops(), None
+    if model.config.recurrent_pieces:
+        state = DeviceRecurrentState(
+            model.config.recurrent_pieces,
+            NUM_SLOTS,
+            device=torch.device("cpu"),
+            checkpoint_rows=limits.checkpoint_rows,
+            scatter=ops.scatter_state,
+        )
+    executor = CudaExecutor(
+        model, make_cache(model), device=CpuDevice(), ops=ops, limits=limits, mode=mode, recurrent=state, **options
+    )
+    return Bench(executor, state)
+
+
+@pytest.mark.parametrize("mode", AttentionMode)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_random_steps_with_rewinds_are_those_of_the_cpu_executor(
+    model: LoadedModel, mode: AttentionMode, hidden: bool
+) -> None:
+    cpu, device = on_cpu(model), on_device(model, mode)
+    benches, page_rows = (cpu, device), permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=4)
+
+    def begin(slot: int) -> None:
+        for bench in benches:
+            bench.clear(slot)
+
+    plan = VerifyPlan(NUM_SLOTS, PAGE_SIZE * PAGES_PER_SLOT, VERIFY_TOKENS, VOCAB, begin)
+    if hidden:
+        for bench in benches:
+            bench.executor.request_hidden(REQUEST)
+    rewound = 0
+    for _ in range(24):
+        rows, verified = plan.step(proposals=plan.rng.random() < 0.8)
+        batch = verifying(ragged_batch(rows, page_rows), verified)
+        expected, actual = cpu.executor.forward_verify(batch), device.executor.forward_verify(batch)
+        torch.testing.assert_close(actual.logits, expected.logits, atol=TOLERANCE, rtol=TOLERANCE)
+        assert (actual.hidden is not None) == hidden
+        if hidden:
+            torch.testing.assert_close(actual.hidden, expected.hidden, atol=TOLERANCE, rtol=TOLERANCE)
+        slots, kept = plan.take_back(rows, verified)
+        for bench in benches:
+            bench.executor.rewind(slots, kept)
+        rewound += len(slots)
+    assert rewound > 10
+    for ours, theirs in zip(slabs(device), slabs(cpu), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def slabs(bench: Bench) -> list[torch.Tensor]:
+    return [] if bench.state is None else bench.state.slabs
+
+
+def test_state_goes_back_to_the_bits_it_had(hybrid: LoadedModel) -> None:
+    """What was refused leaves nothing: the live state is the checkpoint after the last kept token."""
+    device = on_device(hybrid)
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5)
+    device.executor.forward(ragged_batch([(3, 0, [1, 2, 3]), (1, 0, [4, 5])], page_rows))
+    batch = verifying(ragged_batch([(1, 2, [9, 8, 7]), (3, 3, [5, 6, 7, 8])], page_rows), [0, 1])
+    device.executor.forward_verify(batch)
+    after = [slab.clone() for slab in slabs(device)]
+    pieces = hybrid.config.recurrent_pieces
+    kept = [device.state.checkpoint(piece.layer, piece.name).clone() for piece in pieces]  # type: ignore[union-attr]
+    device.executor.rewind([3], [2])
+    for slab, before, checkpoint in zip(slabs(device), after, kept, strict=True):
+        assert torch.equal(slab[3], checkpoint[3 + 1])  # behind the three checkpoints of slot 1
+        assert not torch.equal(slab[3], before[3])
+        assert torch.equal(slab[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
+    device.executor.rewind([3], [1])  # the session kept less than was accepted
+    assert all(torch.equal(slab[3], checkpoint[3]) for slab, checkpoint in zip(slabs(device), kept, strict=True))
+
+
+def test_what_cannot_go_back_is_refused(hybrid: LoadedModel) -> None:
+    device = on_device(hybrid)
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5)
+    batch = verifying(ragged_batch([(1, 0, [9, 8, 7]), (3, 0, [5])], page_rows), [0])
+    device.executor.forward_verify(batch)
+    for slots, kept in (([1], [4]), ([1], [0]), ([3], [1]), ([1, 0], [1, 1])):
+        before = [slab.clone() for slab in slabs(device)]
+        with pytest.raises(BrokenInvariantError, match="is to go back to its token"):
+            device.executor.rewind(slots, kept)
+        assert all(map(torch.equal, slabs(device), before))
+
+
+def test_padding_and_warming_up_write_no_state(hybrid: LoadedModel) -> None:
+    """Also of models whose decode rows have an operator of their own."""
+    for mode in AttentionMode:
+        device = on_device(hybrid, mode)
+        for slab in slabs(device):
+            slab.normal_()
+        before = [slab.clone() for slab in slabs(device)]
+        assert device.executor.warm_up() > 0
+        assert all(map(torch.equal, slabs(device), before))
+        page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5)
+        rows = [(4, 0, [1, 2, 3]), (2, 0, [4]), (0, 0, [5])]
+        device.executor.forward_verify(verifying(ragged_batch(rows, page_rows), [0]))
+        for slab, old in zip(slabs(device), before, strict=True):
+            assert torch.equal(slab[[1, 3]], old[[1, 3]])
+            assert not any(torch.equal(slab[slot], old[slot]) for slot in (0, 2, 4))
+
+
+def test_more_checkpoints_than_were_expected_take_more_memory(hybrid: LoadedModel) -> None:
+    cpu, device = on_cpu(hybrid), on_device(hybrid, verify_tokens=1)
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5)
+    for count in (2, 30):
+        batch = verifying(ragged_batch([(1, 0, list(range(count)))], page_rows), [0])
+        for bench in (cpu, device):
+            bench.clear(1)
+        expected, actual = (bench.executor.forward_verify(batch).logits for bench in (cpu, device))
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        for bench in (cpu, device):
+            bench.executor.rewind([1], [count - 1])
+        for ours, theirs in zip(slabs(device), slabs(cpu), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_steps_of_one_bucket_run_in_the_same_memory(model: LoadedModel) -> None:
+    """So that a captured step can be replayed: verifications of one bucket are bound once."""
+    device = on_device(model)
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5)
+    device.executor.warm_up()
+    kinds = device.executor._steps.kinds
+    for rows in ([(1, 0, [9, 8, 7])], [(1, 0, [9, 8, 7, 6]), (2, 0, [3, 4])], [(2, 0, [3])]):
+        device.executor.forward_verify(verifying(ragged_batch(rows, page_rows), list(range(len(rows)))))
+    assert device.executor._steps.kinds == kinds
+
+
+def test_requested_hidden_rows_void_what_was_bound_and_warm_up_again(model: LoadedModel) -> None:
+    device = on_device(model)
+    device.executor.warm_up()
+    device.executor.request_hidden(REQUEST)
+    kinds = device.executor._steps.kinds
+    assert kinds
+    assert all(kind.hidden for kind in kinds)
+
+
+def test_nothing_is_computed_ahead_where_it_could_not_be_dropped(model: LoadedModel) -> None:
+    """Recurrent state moves on for good; and behind a verification nobody knows what comes."""
+    device, page_rows = on_device(model), permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5)
+    batch = ragged_batch([(1, 0, [9, 8, 7])], page_rows)
+    device.executor.forward(batch)
+    before = [slab.clone() for slab in slabs(device)]
+    device.executor.run_ahead(batch, torch.tensor([5], dtype=torch.int32))
+    assert (device.executor._ahead is None) == bool(slabs(device))
+    assert all(map(torch.equal, slabs(device), before))
+    device.executor.forward_verify(verifying(ragged_batch([(1, 3, [1, 2])], page_rows), [0]))
+    device.executor.run_ahead(batch, torch.tensor([5], dtype=torch.int32))
+    assert device.executor._ahead is None
+
+
+def test_resources_name_the_state_and_where_it_is_kept(hybrid: LoadedModel) -> None:
+    limits = ExecutorLimits(num_slots=2, pages_per_slot=4, step_tokens=8)
+    ops, kv_cache = reference_ops(), make_cache(hybrid)
+    state = DeviceRecurrentState(
+        hybrid.config.recurrent_pieces, 2, device=torch.device("cpu"), scatter=ops.scatter_state
+    )
+    snapshots = snapshot_storage(
+        state, kv_cache, None, num_slots=3, page_size=PAGE_SIZE, hidden_width=0, hidden_dtype=hybrid.dtype
+    )
+    executor = CudaExecutor(
+        hybrid,
+        kv_cache,
+        device=CpuDevice(),
+        ops=ops,
+        limits=limits,
+        mode=AttentionMode.EXACT,
+        recurrent=state,
+        snapshots=snapshots,
+    )
+    found = resources_of(executor)
+    assert found.base_state_kind is BaseStateKind.HYBRID
+    assert found.snapshot_storage is snapshots
+    state.slabs[0][1] = 3.0
+    snapshots.capture_recurrent(2, 1)
+    snapshots.zero_recurrent(1)
+    assert not state.slabs[0][1].any()
+    snapshots.restore_recurrent(2, 1)
+    assert (state.slabs[0][1] == 3.0).all()
+
+
+def test_state_of_another_model_is_refused(model: LoadedModel) -> None:
+    limits = ExecutorLimits(num_slots=2, pages_per_slot=4, step_tokens=8)
+    state: Any = None
+    if not model.config.recurrent_pieces:
+        state = DeviceRecurrentState((), 2, device=torch.device("cpu"), scatter=reference_ops().scatter_state)
+    with pytest.raises(InvalidArgumentError, match="pieces of recurrent state"):
+        CudaExecutor(
+            model,
+            make_cache(model),
+            device=CpuDevice(),
+            ops=reference_ops(),
+            limits=limits,
+            mode=AttentionMode.EXACT,
+            recurrent=state,
+        )
+
+
+def test_trees_are_refused(model: LoadedModel) -> None:
+    device = on_device(model)
+    batch = ragged_batch([(1, 0, [9, 8])], permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5))
+    batch.tree_mask = np.array([[1], [3]], np.int32)
+    with pytest.raises(ContractViolation, match="trees of proposals"):
+        device.executor.forward_verify(batch)
