@@ -34,12 +34,14 @@ class DecoderCapabilities:
         per_row_sampling: rows of one step may have different sampling parameters.
         ragged_steps: prompt chunks and decode rows may share one step.
         max_sampling_support: largest top_k it verifies exactly; 0 is unbounded.
+        trees: it proposes trees where `SpeculativeOptions.top_k` asks for them.
     """
 
     per_row_sampling: bool = True
     ragged_steps: bool = True
     supports_lossless_sampling: bool = True
     max_sampling_support: int = 0
+    trees: bool = False
 
 
 @dataclass(slots=True)

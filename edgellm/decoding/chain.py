@@ -1,4 +1,4 @@
-"""`ChainDecoder`: speculation with chains, whatever proposes them.
+"""`ChainDecoder`: speculation with chains or trees, whatever proposes them.
 
 A step widens the decode rows of its batch by their proposals, runs one forward, keeps what the target agrees with, and
 rolls recurrent state back to it.  Prompt chunks share that forward.  A subclass proposes, and notes hidden rows.
@@ -15,17 +15,19 @@ import numpy as np
 
 from edgellm.cache.types import DecodingKvHeadroom
 from edgellm.decoding.base import DecodingSeat, DecodingStrategy, StepTokens
+from edgellm.decoding.draft_tree import depth_of, mark_trees
 from edgellm.decoding.verify import verify_runs
 from edgellm.errors import BrokenInvariantError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
     import torch
 
     from edgellm.decoding.adaptive import DraftLengths
-    from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
+    from edgellm.decoding.verify import Proposal, VerifiedRun
+    from edgellm.runtime.batch import Executor, RaggedBatch, TreeExecutor, VerifyingExecutor
     from edgellm.sampling.sampler import Sampler, SamplingState
 
     Int32Array = npt.NDArray[np.int32]
@@ -40,14 +42,27 @@ class KeptRow:
         past: tokens that had state before.
         inputs: tokens whose state is kept.
         token_ids: tokens chosen; the last one has no state yet.  Empty for a chunk that does not end its prompt.
-        hidden: (len(inputs), hidden_width) their hidden rows; None where the executor gives none.
+        step_hidden: (T, hidden_width) hidden rows of the whole step, the executor's own memory: valid until its next
+            forward.  None where it gives none.
+        first: row of `step_hidden` that belongs to the first of `inputs`; the others follow.
+        branch: of a tree, the rows of `inputs` within the sequence's rows, where they did not follow each other; their
+            hidden rows are copied together then.  None where they did.
     """
 
     slot: int
     past: int
     inputs: Int32Array
     token_ids: list[int]
-    hidden: torch.Tensor | None
+    step_hidden: torch.Tensor | None = None
+    first: int = 0
+    branch: list[int] | None = None
+
+    @property
+    def hidden(self) -> torch.Tensor | None:
+        """(len(inputs), hidden_width) the hidden rows of `inputs`: a view."""
+        if self.step_hidden is None:
+            return None
+        return self.step_hidden[self.first : self.first + len(self.inputs)]
 
 
 class ChainDecoder(DecodingStrategy):
@@ -89,7 +104,7 @@ class ChainDecoder(DecodingStrategy):
         started = perf_counter()
         proposals = self._propose(verifier, batch)
         proposed = perf_counter()
-        wide = widen(batch, proposals)
+        wide = mark_trees(widen(batch, proposals), proposals)
         forward = verifier.forward_verify(wide)
         selected: list[int] = batch.logits_to_seq.tolist()
         runs = verify_runs(forward.logits, [proposals[row] for row in selected], sampler, rows)
@@ -101,9 +116,9 @@ class ChainDecoder(DecodingStrategy):
         short = [row for row in chosen if committed[row] < int(wide.query_len[row])]
         if short:
             verifier.rewind(batch.state_index[short].tolist(), [committed[row] for row in short])
-        for row in range(batch.num_sequences):
-            tokens = chosen[row].token_ids if row in chosen else []
-            self.absorb(verifier, _kept(wide, row, committed[row], tokens, forward.hidden))
+        kept = _kept_rows(wide, committed, chosen, forward.hidden)
+        _commit_branches(verifier, kept)
+        self.absorb_step(verifier, kept)
         self._learn(wide, proposals, committed, decoding, (proposed - started, perf_counter() - proposed))
         return StepTokens(
             token_ids=[run.token_ids for run in runs],
@@ -121,9 +136,9 @@ class ChainDecoder(DecodingStrategy):
         except KeyError as error:
             raise BrokenInvariantError(f"slot {error} runs and was never seated with the decoder") from error
 
-    def _propose(self, executor: VerifyingExecutor, batch: RaggedBatch) -> list[list[int]]:
+    def _propose(self, executor: VerifyingExecutor, batch: RaggedBatch) -> list[Proposal]:
         """Per row of the batch its proposals; none for prompt chunks."""
-        proposals: list[list[int]] = [[] for _ in range(batch.num_sequences)]
+        proposals: list[Proposal] = [[] for _ in range(batch.num_sequences)]
         rows = self._decode_rows(batch)
         if rows:
             limits = [self.num_drafts] * len(rows)
@@ -139,7 +154,7 @@ class ChainDecoder(DecodingStrategy):
     def _learn(
         self,
         wide: RaggedBatch,
-        proposals: Sequence[Sequence[int]],
+        proposals: Sequence[Proposal],
         committed: Sequence[int],
         decoding: Sequence[int],
         seconds: tuple[float, float],
@@ -152,26 +167,35 @@ class ChainDecoder(DecodingStrategy):
         if self._lengths is None:
             return
         for row in decoding:
-            self._lengths.observe(int(wide.state_index[row]), len(proposals[row]), committed[row] - 1)
-        self._lengths.observe_proposing(max(map(len, proposals), default=0), seconds[0])
+            self._lengths.observe(int(wide.state_index[row]), depth_of(proposals[row]), committed[row] - 1)
+        self._lengths.observe_proposing(self.drafted_depth(proposals), seconds[0])
         if len(decoding) == wide.num_sequences:
             self._lengths.times.observe(wide.num_tokens, seconds[1])
+
+    def drafted_depth(self, proposals: Sequence[Proposal]) -> int:
+        """Tokens that the draft was asked for one behind the other in this round: of the longest proposal, or more."""
+        return max(map(depth_of, proposals), default=0)
 
     @abstractmethod
     def propose(
         self, executor: VerifyingExecutor, batch: RaggedBatch, rows: Sequence[int], limits: Sequence[int]
-    ) -> list[list[int]]:
-        """A chain for each of `rows`, which decode; `limits` says how long each may be (0: none at all).
+    ) -> Sequence[Proposal]:
+        """A chain or tree for each of `rows`, which decode; `limits` says how deep each may be (0: none at all).
 
         Draft state of what was accepted in the round before is written here, whether or not anything is proposed.
         """
+
+    def absorb_step(self, executor: VerifyingExecutor, rows: Sequence[KeptRow]) -> None:
+        """All rows of a step ran.  For decoders that treat them together; otherwise each is absorbed."""
+        for row in rows:
+            self.absorb(executor, row)
 
     @abstractmethod
     def absorb(self, executor: VerifyingExecutor, row: KeptRow) -> None:
         """A row ran: keep what the next proposals need.  Called for every row of every step, chunks too."""
 
 
-def widen(batch: RaggedBatch, proposals: Sequence[Sequence[int]]) -> RaggedBatch:
+def widen(batch: RaggedBatch, proposals: Sequence[Proposal]) -> RaggedBatch:
     """The batch with proposals behind the tokens of their rows, and a logits row for each of these tokens."""
     counts = np.fromiter((len(chain) for chain in proposals), np.int32, len(proposals))
     if not counts.any():
@@ -185,7 +209,7 @@ def widen(batch: RaggedBatch, proposals: Sequence[Sequence[int]]) -> RaggedBatch
         start, end, middle = int(query_start[row]), int(query_start[row + 1]), int(query_start[row + 1]) - len(chain)
         old = int(batch.query_start[row])
         token_ids[start:middle] = batch.token_ids[old : old + middle - start]
-        token_ids[middle:end] = chain
+        token_ids[middle:end] = list(chain)
         positions[start:end] = np.arange(end - start, dtype=np.int32) + batch.past_len[row]
     logits_to_seq = np.repeat(batch.logits_to_seq, counts[batch.logits_to_seq] + 1)
     ends = (query_start[1:] - counts)[batch.logits_to_seq]
@@ -201,12 +225,40 @@ def widen(batch: RaggedBatch, proposals: Sequence[Sequence[int]]) -> RaggedBatch
     )
 
 
-def _kept(wide: RaggedBatch, row: int, count: int, token_ids: list[int], hidden: torch.Tensor | None) -> KeptRow:
-    start = int(wide.query_start[row])
-    return KeptRow(
-        slot=int(wide.state_index[row]),
-        past=int(wide.past_len[row]),
-        inputs=wide.token_ids[start : start + count].copy(),
-        token_ids=token_ids,
-        hidden=None if hidden is None else hidden[start : start + count],
-    )
+def _kept_rows(
+    wide: RaggedBatch, counts: Sequence[int], runs: Mapping[int, VerifiedRun], hidden: torch.Tensor | None
+) -> list[KeptRow]:
+    slots, pasts, starts = wide.state_index.tolist(), wide.past_len.tolist(), wide.query_start.tolist()
+    kept = []
+    for row, count in enumerate(counts):
+        run, start = runs.get(row), starts[row]
+        token_ids = [] if run is None else run.token_ids
+        branch = None if run is None else _branch(wide, start, run.nodes[:count])
+        if branch is None:
+            inputs = wide.token_ids[start : start + count].copy()
+            kept.append(KeptRow(slots[row], pasts[row], inputs, token_ids, hidden, start))
+        else:
+            inputs = wide.token_ids[start:][branch]
+            own = None if hidden is None else hidden[start:][branch]
+            kept.append(KeptRow(slots[row], pasts[row], inputs, token_ids, own, branch=branch))
+    return kept
+
+
+def _branch(wide: RaggedBatch, start: int, nodes: list[int]) -> list[int] | None:
+    """The nodes of a run where they are some of a tree's and do not follow each other.
+
+    Args:
+        start: row of the batch at which the proposal begins.
+    """
+    if wide.tree_mask is None or not wide.tree_mask[start].any() or nodes == list(range(len(nodes))):
+        return None
+    return nodes
+
+
+def _commit_branches(executor: VerifyingExecutor, rows: Sequence[KeptRow]) -> None:
+    """K and V of accepted branches move to where those of a chain would be."""
+    apart = [row for row in rows if row.branch is not None]
+    if apart:
+        cast("TreeExecutor", executor).commit_rows(
+            [row.slot for row in apart], [row.past for row in apart], [row.branch or [] for row in apart]
+        )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from edgellm.models.loader import LoadedModel
 
 MAX_DRAFTS = 15  # with the token before them a row of 16, which attention runs token by token
+MAX_TREE_DRAFTS = 127  # with the token before them 128 rows, four words of a mask
+MAX_TOP_K = 8
 NAMES = {"lookup": "prompt_lookup"}
 
 
@@ -29,6 +31,9 @@ class SpeculativeOptions:
             brings; `edgellm plugins` lists them.
         draft: folder of the draft model's checkpoint; None where the decoder needs none, or finds its own.
         num_drafts: most tokens proposed in a round; None is the decoder's own default.
+        top_k: 1 proposes chains.  More propose trees, where the decoder can: so many tokens are considered behind each,
+            and the likeliest `num_drafts` of all are proposed.
+        depth: longest way through a tree; None is the decoder's own default.
         adaptive: propose less, down to nothing, for requests whose proposals are not accepted.
     """
 
@@ -36,18 +41,32 @@ class SpeculativeOptions:
     draft: str | os.PathLike[str] | None = None
     num_drafts: int | None = None
     adaptive: bool = True
+    top_k: int = 1
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, str) or not self.decoder:
             raise InvalidArgumentError(f"decoder is {self.decoder!r}; pass the kind of a decoder, 'prompt_lookup' say")
         if self.draft is not None and not isinstance(self.draft, (str, os.PathLike)):
             raise InvalidArgumentError(f"draft is a {type(self.draft).__name__}; pass a path or None")
-        drafts = self.num_drafts
-        if drafts is not None and (isinstance(drafts, bool) or not isinstance(drafts, int)):
-            raise InvalidArgumentError(f"num_drafts is {drafts!r}; pass an integer or None")
-        if drafts is not None and not 1 <= drafts <= MAX_DRAFTS:
-            raise InvalidArgumentError(f"num_drafts is {drafts}; it must be from 1 to {MAX_DRAFTS}")
         check_flag("adaptive", self.adaptive)
+        _check_count("top_k", self.top_k, MAX_TOP_K)
+        if self.num_drafts is not None:
+            _check_count("num_drafts", self.num_drafts, MAX_DRAFTS if self.top_k == 1 else MAX_TREE_DRAFTS)
+        if self.depth is not None:
+            _check_count("depth", self.depth, MAX_DRAFTS)
+            if self.top_k == 1:
+                raise InvalidArgumentError(
+                    f"depth is {self.depth} and top_k 1, which proposes chains; pass num_drafts for their length, or a "
+                    "larger top_k for trees"
+                )
+
+
+def _check_count(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgumentError(f"{name} is {value!r}; pass an integer")
+    if not 1 <= value <= most:
+        raise InvalidArgumentError(f"{name} is {value}; it must be from 1 to {most}")
 
 
 def speculative_options(value: SpeculativeOptions | str | None) -> SpeculativeOptions | None:

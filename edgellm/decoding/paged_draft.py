@@ -10,65 +10,35 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from edgellm.cache.types import SpecReuseContract
 from edgellm.decoding.chain import ChainDecoder, KeptRow
+from edgellm.decoding.draft_model import DraftModel, DraftRows, draft_batch
+from edgellm.decoding.draft_ops import device_executor
+from edgellm.decoding.draft_passes import DraftEntries, HostPasses
 from edgellm.errors import BrokenInvariantError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    import numpy as np
     import numpy.typing as npt
+    import torch
 
     from edgellm.decoding.adaptive import DraftLengths
     from edgellm.decoding.base import DecodingSeat, StepTokens
+    from edgellm.decoding.draft_model import DraftHead
+    from edgellm.decoding.draft_passes import DraftPasses
+    from edgellm.decoding.verify import Proposal
+    from edgellm.models.device_ops import DeviceOps
     from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
+    from edgellm.runtime.kv_cache import KVCache
     from edgellm.sampling.sampler import Sampler, SamplingState
 
     Int32Array = npt.NDArray[np.int32]
 
-DEFERRED_ENTRIES = 32
-"""Entries of a sequence that proposes nothing are left for later, up to so many: one pass then writes all of them."""
-
-
-@dataclass(slots=True)
-class DraftRows:
-    """N sequences of one draft pass, compact (T = sum of counts).
-
-    Attributes:
-        slots: (N,) resident slots.
-        past: (N,) entries that each sequence has.
-        counts: (N,) entries that each adds.
-        token_ids: (T,) int32, token k + 1 of entry k.
-        hidden: (T, hidden_width) the target's hidden row of token k, or the draft's own behind written entries.
-        projected: whether `hidden` are rows of the draft's own.
-        page_rows: (num_slots, pages_per_slot) int32 page table of the draft's pool.
-    """
-
-    slots: Int32Array
-    past: Int32Array
-    counts: Int32Array
-    token_ids: Int32Array
-    hidden: torch.Tensor
-    projected: bool
-    page_rows: Int32Array
-
-
-class DraftModel(Protocol):
-    """A draft model over pages of its own.  Owned by its decoder."""
-
-    def forward(self, rows: DraftRows) -> tuple[list[int], torch.Tensor]:
-        """Write the entries; propose what comes behind the last of each sequence.
-
-        Returns:
-            (N,) token ids of the target's vocabulary, the most likely ones; (N, draft width) the draft's hidden rows of
-            the last entries.
-        """
-        ...
+__all__ = ["DraftModel", "DraftRows", "PagedDraftDecoder", "draft_batch"]
 
 
 @dataclass(slots=True)
@@ -77,22 +47,18 @@ class _Seat:
 
     Attributes:
         drafted: leading entries that are written.
-        hidden: (pending, width) the target's hidden rows of entries `drafted` on, in pieces.
-        successors: token k + 1 of each of them, as far as it is known.
-        proposal: what the draft says comes behind the last written entry, and its own hidden row there.
-        last_hidden: (width,) the target's hidden row of the last token that ran.
+        successors: token k + 1 of each entry from `drafted` on, as far as it is known.
+        last_hidden: (width,) the target's hidden row of the last prompt token that ran, where checkpoints save it.
     """
 
     prompt: Int32Array
     drafted: int
-    hidden: list[torch.Tensor] = field(default_factory=list)
     successors: list[int] = field(default_factory=list)
-    proposal: tuple[int, torch.Tensor] | None = None
     last_hidden: torch.Tensor | None = None
 
 
 class PagedDraftDecoder(ChainDecoder):
-    """A subclass builds the draft model, its pages and the request for hidden rows.
+    """A subclass builds the head and its pages, and asks for hidden rows.
 
     Args:
         num_drafts: K, most tokens proposed in a round.
@@ -102,14 +68,26 @@ class PagedDraftDecoder(ChainDecoder):
         super().__init__(num_drafts, lengths)
         self._seats: dict[int, _Seat] = {}
         self._page_rows: Int32Array | None = None
+        self._passes: DraftPasses = HostPasses(lambda: self.draft)
 
     @property
     @abstractmethod
     def draft(self) -> DraftModel:
-        """The draft model; asked for once its pages are open."""
+        """The draft model on the CPU; asked for once its pages are open."""
+
+    @abstractmethod
+    def device_parts(self, ops: DeviceOps) -> tuple[DraftHead, KVCache]:
+        """The head over the operators of the executor's device, and its pages."""
 
     def spec_reuse_contract(self) -> SpecReuseContract:
         return SpecReuseContract(owns_paged_spec_state=True, future_dependency_tokens=1)
+
+    def attach(self, executor: Executor) -> None:
+        on_device = device_executor(executor)
+        if on_device is not None:
+            from edgellm.decoding.device_drafts import DevicePasses
+
+            self._passes = DevicePasses(*self.device_parts(on_device.ops), on_device, self.num_drafts)
 
     def seat(self, executor: Executor, seat: DecodingSeat) -> None:
         super().seat(executor, seat)
@@ -117,12 +95,13 @@ class PagedDraftDecoder(ChainDecoder):
         if seat.boundary_hidden is not None:
             # The entry in front of the boundary depends on the token behind it, which differs from text to text.
             made.drafted = seat.length - 1
-            made.hidden.append(seat.boundary_hidden[None].clone())
             made.successors.append(int(seat.prompt[seat.length]))
+        self._passes.begin(seat.slot, seat.boundary_hidden)
         self._seats[seat.slot] = made
 
     def unseat(self, slots: Sequence[int]) -> None:
         super().unseat(slots)
+        self._passes.end(slots)
         for slot in slots:
             self._seats.pop(slot, None)
 
@@ -141,77 +120,52 @@ class PagedDraftDecoder(ChainDecoder):
 
     def propose(
         self, executor: VerifyingExecutor, batch: RaggedBatch, rows: Sequence[int], limits: Sequence[int]
-    ) -> list[list[int]]:
-        slots: list[int] = batch.state_index[rows].tolist()
-        seats = [self._seats[slot] for slot in slots]
-        wanted = [slot for slot, limit in zip(slots, limits, strict=True) if limit]
-        late = [
-            slot
-            for slot, seat in zip(slots, seats, strict=True)
-            if len(seat.successors) >= DEFERRED_ENTRIES and slot not in wanted
-        ]
+    ) -> Sequence[Proposal]:
+        wanted = self._ready(batch, rows, limits)
+        chains: dict[int, list[int]] = {}
+        if wanted:
+            made = self._passes.chains(list(wanted), self._drafted(wanted), list(wanted.values()), self._table())
+            chains = dict(zip(wanted, made, strict=True))
+        return [chains.get(slot, []) for slot in batch.state_index[rows].tolist()]
+
+    def _ready(self, batch: RaggedBatch, rows: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
+        """Slots that are to propose, with their limits, once their entries are written.
+
+        Those of the highest limit come first: who goes on is then always at the front.
+        """
+        most = dict(zip(batch.state_index[rows].tolist(), limits, strict=True))
+        wanted = sorted((slot for slot in most if most[slot]), key=lambda slot: -most[slot])
+        deferred = self._passes.deferred
+        late = [slot for slot in most if not most[slot] and len(self._seats[slot].successors) >= deferred]
         self._catch_up([*wanted, *late])
-        chains: dict[int, list[int]] = {slot: [] for slot in slots}
-        most = dict(zip(slots, limits, strict=True))
-        hidden: dict[int, torch.Tensor] = {}
-        for slot in wanted:
-            chains[slot], hidden[slot] = self._first(slot)
-        depth = 1
-        while going := [slot for slot in wanted if most[slot] > depth]:
-            self._deepen(going, chains, hidden, depth)
-            depth += 1
-        return [chains[slot] for slot in slots]
+        return {slot: most[slot] for slot in wanted}
 
-    def _first(self, slot: int) -> tuple[list[int], torch.Tensor]:
-        proposal = self._seats[slot].proposal
-        if proposal is None:
-            raise BrokenInvariantError(f"slot {slot} is to propose and its draft has read nothing")
-        return [proposal[0]], proposal[1]
+    def _drafted(self, slots: Iterable[int]) -> list[int]:
+        """Written entries of each slot."""
+        return [self._seats[slot].drafted for slot in slots]
 
-    def _deepen(
-        self, slots: list[int], chains: dict[int, list[int]], hidden: dict[int, torch.Tensor], depth: int
-    ) -> None:
-        """One more proposal for each of `slots`, from entries that are scratch."""
-        past = [self._seats[slot].drafted + depth - 1 for slot in slots]
-        tokens, own = self.draft.forward(
-            DraftRows(
-                slots=np.array(slots, np.int32),
-                past=np.array(past, np.int32),
-                counts=np.ones(len(slots), np.int32),
-                token_ids=np.array([chains[slot][-1] for slot in slots], np.int32),
-                hidden=torch.stack([hidden[slot] for slot in slots]),
-                projected=True,
-                page_rows=self._table(),
-            )
-        )
-        for number, slot in enumerate(slots):
-            chains[slot].append(tokens[number])
-            hidden[slot] = own[number]
+    def _catch_up(self, slots: Sequence[int], fresh: Sequence[KeptRow] = ()) -> None:
+        """Write every entry of `slots` whose hidden row and successor are known.
 
-    def _catch_up(self, slots: Sequence[int]) -> None:
-        """Write every entry of `slots` whose hidden row and successor are known."""
+        Args:
+            fresh: rows of the latest step that are not held yet.
+        """
         slots = [slot for slot in slots if self._seats[slot].successors]
         if not slots:
             return
         seats = [self._seats[slot] for slot in slots]
         counts = [len(seat.successors) for seat in seats]
-        hidden, rest = zip(*(_take(seat.hidden, count) for seat, count in zip(seats, counts, strict=True)), strict=True)
-        tokens, own = self.draft.forward(
-            DraftRows(
-                slots=np.array(slots, np.int32),
-                past=np.array([seat.drafted for seat in seats], np.int32),
-                counts=np.array(counts, np.int32),
-                token_ids=np.array([token for seat in seats for token in seat.successors], np.int32),
-                hidden=torch.cat(hidden),
-                projected=False,
-                page_rows=self._table(),
-            )
+        entries = DraftEntries(
+            slots=slots,
+            past=[seat.drafted for seat in seats],
+            counts=counts,
+            token_ids=[token for seat in seats for token in seat.successors],
+            page_rows=self._table(),
         )
-        for number, seat in enumerate(seats):
-            seat.drafted += counts[number]
-            seat.hidden = rest[number]
+        self._passes.write(entries, fresh)
+        for seat, count in zip(seats, counts, strict=True):
+            seat.drafted += count
             seat.successors = []
-            seat.proposal = (tokens[number], own[number])
 
     def _table(self) -> Int32Array:
         if self._page_rows is None:
@@ -220,48 +174,31 @@ class PagedDraftDecoder(ChainDecoder):
 
     # --- what ran ----------------------------------------------------------------------------------------
 
+    def absorb_step(self, executor: VerifyingExecutor, rows: Sequence[KeptRow]) -> None:
+        chunks = [row for row in rows if row.past < len(self._seats[row.slot].prompt)]
+        runs = [row for row in rows if row.past >= len(self._seats[row.slot].prompt)]
+        for row in rows:
+            self._note(row)
+        if runs:  # a verified run waits for the next round
+            self._passes.hold(runs)
+        if chunks:  # published when the step is
+            self._catch_up([row.slot for row in chunks], chunks)
+
     def absorb(self, executor: VerifyingExecutor, row: KeptRow) -> None:
-        seat = self._seats[row.slot]
+        self.absorb_step(executor, [row])
+
+    def _note(self, row: KeptRow) -> None:
+        """Successors of a row that ran, and the hidden row that a checkpoint behind it would save."""
+        seat, end = self._seats[row.slot], row.past + len(row.inputs)
         if row.hidden is None:
             raise BrokenInvariantError(f"decoder {self.name!r} needs the target's hidden rows, and the step gave none")
-        in_prompt = row.past < len(seat.prompt)
-        # What waits for a later round is copied: a slice would keep the rows of the whole step alive.
-        seat.last_hidden = row.hidden[-1].clone()
-        seat.hidden.append(row.hidden if in_prompt else row.hidden.clone())
-        end = row.past + len(row.inputs)
+        if row.past < len(seat.prompt) and self.boundary_hidden_width():
+            seat.last_hidden = row.hidden[-1].clone()
         seat.successors += row.inputs[1:].tolist()
         if row.token_ids:
             seat.successors.append(row.token_ids[-1])
         elif end < len(seat.prompt):
             seat.successors.append(int(seat.prompt[end]))
-        if in_prompt:  # published when the chunk is; a verified run waits for the next round
-            self._catch_up([row.slot])
 
     def boundary_hidden(self, slot: int) -> torch.Tensor | None:
         return self._seats[slot].last_hidden
-
-
-def _take(pieces: list[torch.Tensor], count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The first `count` rows of the pieces, and the pieces that are left."""
-    rows = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return rows[:count], [rows[count:]] if len(rows) > count else []
-
-
-def draft_batch(rows: DraftRows) -> Any:
-    """The `RaggedBatch` of a draft pass: one logits row for the last entry of each sequence."""
-    from edgellm.runtime.batch import RaggedBatch
-
-    starts = np.zeros(len(rows.counts) + 1, np.int32)
-    np.cumsum(rows.counts, out=starts[1:])
-    positions = np.arange(int(starts[-1]), dtype=np.int32) + np.repeat(rows.past - starts[:-1], rows.counts)
-    return RaggedBatch(
-        token_ids=rows.token_ids,
-        positions=positions.astype(np.int32),
-        query_start=starts,
-        query_len=rows.counts,
-        past_len=rows.past,
-        state_index=rows.slots,
-        page_rows=rows.page_rows,
-        logits_index=(starts[1:] - 1).astype(np.int64),
-        logits_to_seq=np.arange(len(rows.counts), dtype=np.int32),
-    )

@@ -1,14 +1,20 @@
-"""Verification of proposed chains: keep what the target would have chosen itself, then one token more.
+"""Verification of proposed chains and trees: keep what the target would have chosen itself, then one token more.
 
 Each position is sampled exactly as plain decoding would sample it: with the request's own parameters, penalties and
 grammar, and with the random number of its absolute position.  So a proposal is kept if and only if it is the token
 that plain decoding gives there, and speculation changes no text, greedy or not.
+
+In a tree the walk goes on at the child that proposes the chosen token.  Draft trees hold the likeliest tokens, not
+drawn ones; for such, trying the children of a node one after the other without replacement keeps one of them with the
+sum of their probabilities, and that is how often the drawn token is among them: nothing is lost against it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from edgellm.decoding.draft_tree import DraftTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
     from edgellm.sampling.logprobs import TokenLogprobs
     from edgellm.sampling.sampler import Sampler, SampleResult, SamplingState
 
+    Proposal: TypeAlias = Sequence[int] | DraftTree  # a chain, or a tree
+
 
 @dataclass(slots=True)
 class VerifiedRun:
@@ -25,26 +33,28 @@ class VerifiedRun:
     token_ids: proposals that were kept and one more token; fewer than one only with an `error`.
     logprobs: one for each token, or None where nobody asked.
     error: why no token could be chosen.
+    nodes: of the proposal, behind which each token was chosen, rising from 0; of a chain 0, 1, 2 and so on.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     error: str = ""
+    nodes: list[int] = field(default_factory=list)
 
 
 def verify_runs(
-    logits: torch.Tensor, proposals: Sequence[Sequence[int]], sampler: Sampler, states: Sequence[SamplingState]
+    logits: torch.Tensor, proposals: Sequence[Proposal], sampler: Sampler, states: Sequence[SamplingState]
 ) -> list[VerifiedRun]:
-    """Verify one chain for each state; a row without proposals just samples its token.
+    """Verify one chain or tree for each state; a row without proposals just samples its token.
 
     Args:
-        logits: (L, vocab_size) float32; for each chain one row more than it has proposals, in order.
-        states: where each chain begins; read, never recorded into.
-    Cost: chains that are plain greedy share one argmax; others sample position by position.
+        logits: (L, vocab_size) float32; for each proposal one row more than it has tokens, in order.
+        states: where each proposal begins; read, never recorded into.
+    Cost: proposals that are plain greedy share one argmax; others sample position by position.
     """
     starts = [0]
-    for chain in proposals:
-        starts.append(starts[-1] + len(chain) + 1)
+    for proposal in proposals:
+        starts.append(starts[-1] + len(proposal) + 1)
     runs: list[VerifiedRun | None] = [None] * len(states)
     plain = [number for number, state in enumerate(states) if state.plain_greedy]
     if plain:
@@ -65,37 +75,47 @@ def verify_runs(
     ]
 
 
-def _agreed(chosen: SampleResult, first: int, chain: Sequence[int]) -> VerifiedRun:
-    """The run of a chain whose choices are known at every position."""
-    token_ids: list[int] = []
-    for offset in range(len(chain) + 1):
-        error = chosen.errors.get(first + offset)
+def _agreed(chosen: SampleResult, first: int, proposal: Proposal) -> VerifiedRun:
+    """The run of a proposal whose choices are known at every node."""
+    run = VerifiedRun([])
+    node: int | None = 0
+    while node is not None:
+        error = chosen.errors.get(first + node)
         if error is not None:
-            return _stopped(token_ids, None, error)
-        token_ids.append(chosen.token_ids[first + offset])
-        if offset == len(chain) or token_ids[-1] != chain[offset]:
-            break
-    return VerifiedRun(token_ids)
+            return _stopped(run, error)
+        run.token_ids.append(chosen.token_ids[first + node])
+        run.nodes.append(node)
+        node = _next(proposal, node, run.token_ids[-1])
+    return run
 
 
-def _sampled(logits: torch.Tensor, chain: Sequence[int], sampler: Sampler, state: SamplingState) -> VerifiedRun:
-    """The run of a chain position by position: what is kept moves penalties, grammar and random numbers."""
-    scratch = state.clone() if chain else state
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None if state.params.logprobs is None else []
-    for offset in range(len(chain) + 1):
-        chosen = sampler.sample(logits[offset : offset + 1], [scratch])
+def _sampled(logits: torch.Tensor, proposal: Proposal, sampler: Sampler, state: SamplingState) -> VerifiedRun:
+    """The run of a proposal node by node: what is kept moves penalties, grammar and random numbers."""
+    scratch = state.clone() if len(proposal) else state
+    run = VerifiedRun([], None if state.params.logprobs is None else [])
+    node: int | None = 0
+    while node is not None:
+        chosen = sampler.sample(logits[node : node + 1], [scratch])
         if chosen.errors:
-            return _stopped(token_ids, logprobs, chosen.errors[0])
-        token_ids.append(chosen.token_ids[0])
-        if logprobs is not None and chosen.logprobs[0] is not None:
-            logprobs.append(chosen.logprobs[0])
-        if offset == len(chain) or token_ids[-1] != chain[offset]:
-            break
-        scratch.record(token_ids[-1])
-    return VerifiedRun(token_ids, logprobs)
+            return _stopped(run, chosen.errors[0])
+        run.token_ids.append(chosen.token_ids[0])
+        run.nodes.append(node)
+        if run.logprobs is not None and chosen.logprobs[0] is not None:
+            run.logprobs.append(chosen.logprobs[0])
+        node = _next(proposal, node, run.token_ids[-1])
+        if node is not None:
+            scratch.record(run.token_ids[-1])
+    return run
 
 
-def _stopped(token_ids: list[int], logprobs: list[TokenLogprobs] | None, error: str) -> VerifiedRun:
+def _next(proposal: Proposal, node: int, token_id: int) -> int | None:
+    """The node that proposes this token behind `node`."""
+    if isinstance(proposal, DraftTree):
+        return proposal.child(node, token_id)
+    return node + 1 if node < len(proposal) and proposal[node] == token_id else None
+
+
+def _stopped(run: VerifiedRun, error: str) -> VerifiedRun:
     """A position that allows no choice ends the run in front of it; the next step meets it again, as its first."""
-    return VerifiedRun(token_ids, logprobs, "" if token_ids else error)
+    run.error = "" if run.token_ids else error
+    return run

@@ -38,6 +38,7 @@ OK, POISONED = ContextCacheCoordinatorStatus.OK, ContextCacheCoordinatorStatus.P
 HYBRID = ContextCacheDeploymentProfile(BaseStateKind.HYBRID)
 RECURRENT = ContextCacheDeploymentProfile(BaseStateKind.PURE_RECURRENT)
 MTP = ContextCacheDeploymentProfile(BaseStateKind.HYBRID, SpecReuseContract(True, 1))
+LOOKUP = ContextCacheDeploymentProfile(BaseStateKind.HYBRID, SpecReuseContract(False, 0))
 SPARSE = ContextCacheConfig(checkpoint_interval_tokens=None, policy_deadline_seconds=None)
 PROMPT = tuple(range(100, 110))  # 10 tokens: 2 pages of 4 and two tokens
 CHECKPOINTED = pytest.mark.parametrize("profile", [HYBRID, RECURRENT], ids=["hybrid", "recurrent"])
@@ -53,6 +54,14 @@ class TestRecurrentConformance(PolicyConformance):
     policy = HybridSnapshotPolicy
     profile = RECURRENT
     speculative = False
+
+
+class TestLookupConformance(PolicyConformance):
+    """Runs of several tokens, and no draft state beside them."""
+
+    policy = HybridSnapshotPolicy
+    profile = LOOKUP
+    speculative = True
 
 
 class TestMtpConformance(PolicyConformance):
@@ -396,13 +405,12 @@ def test_a_plain_request_may_use_an_mtp_checkpoint():
 
 
 def test_what_each_policy_serves():
-    shared = ContextCacheDeploymentProfile(BaseStateKind.HYBRID, SpecReuseContract(False, 0))
     recurrent_spec = ContextCacheDeploymentProfile(BaseStateKind.PURE_RECURRENT, SpecReuseContract(True, 1))
     attention = ContextCacheDeploymentProfile()
-    cases = [(HYBRID, False), (RECURRENT, False), (MTP, False), (MTP, True), (shared, True), (recurrent_spec, True)]
+    cases = [(HYBRID, False), (RECURRENT, False), (MTP, False), (MTP, True), (LOOKUP, True), (recurrent_spec, True)]
     cases.append((attention, False))
     snapshots = [plugin.serves_snapshots(profile, speculative) for profile, speculative in cases]
-    assert snapshots == [True, True, True, False, False, False, False]
+    assert snapshots == [True, True, True, False, True, False, False]
     assert [plugin.serves_mtp(*case) for case in cases] == [False, False, False, True, False, False, False]
 
 

@@ -88,7 +88,7 @@ def read_head(folder: Path, target: ModelConfig, embedding: torch.Tensor) -> tup
         down=tensors.get(f"{layer}mlp.down_proj.weight", hidden, inner),
         lm_head=tensors.get("lm_head.weight", draft_vocab, hidden),
         embedding=_embedding(tensors, config, embedding),
-        to_target=_to_target(tensors, draft_vocab, target.vocab_size),
+        to_target=_to_target(tensors, draft_vocab, target.vocab_size).to(embedding.device),
     )
     return config, weights
 

@@ -1,12 +1,13 @@
-"""`Eagle3Decoder`: chains from an EAGLE-3 head."""
+"""`Eagle3Decoder`: chains or trees from an EAGLE-3 head."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.decoding.adaptive import DraftLengths
-from edgellm.decoding.paged_draft import DraftModel, PagedDraftDecoder
+from edgellm.decoding.draft_ops import draft_ops
+from edgellm.decoding.tree_draft import TreeDraftDecoder, TreeShape
+from edgellm.decoding.tree_passes import HostTreeDraft
 from edgellm.errors import BrokenInvariantError, InvalidArgumentError, UnsupportedModelError
 from edgellm.models.step import HiddenRequest
 from edgellm.runtime.kv_cache import KVCache
@@ -14,15 +15,17 @@ from edgellm_eagle.checkpoint import read_head
 from edgellm_eagle.head import Eagle3Head
 
 if TYPE_CHECKING:
+    from edgellm.decoding.draft_model import DraftHead
     from edgellm.decoding.options import DecoderContext
     from edgellm.models.config import ModelConfig
+    from edgellm.models.device_ops import DeviceOps
     from edgellm.runtime.batch import Executor
     from edgellm_eagle.checkpoint import HeadWeights
 
 NUM_DRAFTS = 4
 
 
-class Eagle3Decoder(PagedDraftDecoder):
+class Eagle3Decoder(TreeDraftDecoder):
     """The target's hidden rows in front of its layers 2, n / 2 and n - 3 go into the head, as in its training."""
 
     name = "eagle3"
@@ -34,7 +37,7 @@ class Eagle3Decoder(PagedDraftDecoder):
         *,
         target_layers: int,
         page_size: int,
-        num_drafts: int = NUM_DRAFTS,
+        shape: TreeShape | None = None,
         adaptive: bool = True,
     ) -> None:
         """
@@ -42,30 +45,43 @@ class Eagle3Decoder(PagedDraftDecoder):
             config, weights: of the head; see `read_head`.
             target_layers: n.
             page_size: tokens a page of the head's own KV pool.
+            shape: of proposals; None is chains of `NUM_DRAFTS`.
         """
-        super().__init__(num_drafts, DraftLengths() if adaptive else None)
+        super().__init__(shape or TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS), adaptive=adaptive)
         self._config = config
         self._weights = weights
         self._page_size = page_size
         self._hidden = HiddenRequest(hidden_layers(target_layers))
-        self._head: Eagle3Head | None = None
+        self._pages: KVCache | None = None
+        self._draft: HostTreeDraft | None = None
 
     @property
-    def draft(self) -> DraftModel:
-        if self._head is None:
-            raise BrokenInvariantError(f"decoder {self.name!r} has no pages yet; call open_draft first")
-        return self._head
+    def draft(self) -> HostTreeDraft:
+        if self._draft is None:
+            self._draft = HostTreeDraft(self._head(None), self._open_pages())
+        return self._draft
 
     def draft_bytes_per_page(self) -> int:
         return self._cache(1).bytes_per_page
 
     def open_draft(self, num_pages: int) -> Any:
-        cache = self._cache(num_pages)
-        self._head = Eagle3Head(self._config, self._weights, cache)
-        return cache
+        self._pages = self._cache(num_pages)
+        return self._pages
 
     def attach(self, executor: Executor) -> None:
+        super().attach(executor)
         executor.request_hidden(self._hidden)  # type: ignore[attr-defined]
+
+    def device_parts(self, ops: DeviceOps) -> tuple[DraftHead, KVCache]:
+        return self._head(ops), self._open_pages()
+
+    def _head(self, ops: DeviceOps | None) -> Eagle3Head:
+        return Eagle3Head(self._config, self._weights, draft_ops(ops, self._weights.embedding.device))
+
+    def _open_pages(self) -> KVCache:
+        if self._pages is None:
+            raise BrokenInvariantError(f"decoder {self.name!r} has no pages yet; call open_draft first")
+        return self._pages
 
     def _cache(self, num_pages: int) -> KVCache:
         embedding = self._weights.embedding
@@ -108,6 +124,6 @@ def build(context: DecoderContext) -> Eagle3Decoder:
         weights,
         target_layers=model.config.num_layers,
         page_size=context.page_size,
-        num_drafts=options.num_drafts or NUM_DRAFTS,
+        shape=TreeShape.of_options(options, NUM_DRAFTS),
         adaptive=options.adaptive,
     )

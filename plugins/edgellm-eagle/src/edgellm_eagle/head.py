@@ -1,4 +1,4 @@
-"""`Eagle3Head`: the draft model of EAGLE-3 on CPU rows, over pages of its own."""
+"""`Eagle3Head`: the draft model of EAGLE-3 as a function of rows."""
 
 from __future__ import annotations
 
@@ -6,68 +6,80 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from edgellm.decoding.paged_draft import draft_batch
-from edgellm.kernels.cpu.elementwise import rms_norm, rope_, silu_mul
-from edgellm.kernels.cpu.linear import linear
-from edgellm.models.rope import RotaryAngles
-from edgellm.runtime.attention_cpu import AttentionStep
-
 if TYPE_CHECKING:
-    from edgellm.decoding.paged_draft import DraftRows
+    from edgellm.decoding.draft_model import DraftStep
+    from edgellm.decoding.draft_ops import DraftOps
     from edgellm.models.config import ModelConfig
-    from edgellm.runtime.kv_cache import KVCache
     from edgellm_eagle.checkpoint import HeadWeights
 
 
 class Eagle3Head:
-    """One decoder layer.  Borrows its pages and the target's embedding.
+    """One decoder layer; see `DraftHead`.  Borrows the target's embedding.
 
     Args:
         config: the head's own, of one layer.
-        kv_cache: pages of that shape.
+        ops: of the device that the weights are on.
     """
 
-    def __init__(self, config: ModelConfig, weights: HeadWeights, kv_cache: KVCache) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, weights: HeadWeights, ops: DraftOps) -> None:
+        self.config = config
+        self.dtype = weights.embedding.dtype
+        self.hidden_width = weights.fc.shape[1]
+        self.width = config.hidden_size
         self._weights = weights
-        self._kv_cache = kv_cache
-        self._angles = RotaryAngles(config.rope, config.head_dim)
+        self._ops = ops
+        self._angles = ops.rotary(config.rope, config.head_dim)
 
-    @torch.inference_mode()
-    def forward(self, rows: DraftRows) -> tuple[list[int], torch.Tensor]:
-        """See `DraftModel.forward`."""
-        batch = draft_batch(rows)
-        weights, config = self._weights, self._config
-        hidden = rows.hidden if rows.projected else _product(rows.hidden, weights.fc)
-        embedded = weights.embedding[torch.from_numpy(rows.token_ids).long()]
-        normed = torch.cat((self._norm(embedded, weights.input_norm), self._norm(hidden, weights.hidden_norm)), dim=1)
-        qkv = _product(normed, weights.qkv)
-        rope_(
-            qkv,
-            self._angles(torch.from_numpy(batch.positions)),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
-        attended = hidden.new_empty((len(hidden), config.q_size))
-        AttentionStep(batch, config, self._kv_cache, hidden.dtype).attend(0, qkv, attended)
-        ends = torch.from_numpy(batch.logits_index)
-        hidden = hidden[ends] + _product(attended[ends], weights.o)  # nobody reads what the other rows come to
-        hidden = hidden + self._mlp(self._norm(hidden, weights.mlp_norm))
-        logits = _product(self._norm(hidden, weights.final_norm), weights.lm_head)
-        return weights.to_target[logits.argmax(dim=1)].tolist(), hidden
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        step: DraftStep,
+        ends: torch.Tensor | None,
+        *,
+        projected: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DraftHead.forward`."""
+        rows, logits = self._run(token_ids, hidden, step, ends, projected=projected)
+        return self._weights.to_target.index_select(0, logits.argmax(dim=1)), rows
 
-    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        gate_up = _product(normed, self._weights.gate_up)
-        activated = normed.new_empty((len(normed), self._config.intermediate_size))
-        silu_mul(gate_up, activated)
-        return _product(activated, self._weights.down)
+    def rank(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        step: DraftStep,
+        ends: torch.Tensor | None,
+        *,
+        projected: bool,
+        top_k: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `RankingHead.rank`."""
+        rows, logits = self._run(token_ids, hidden, step, ends, projected=projected)
+        log_probs, places = logits.float().log_softmax(dim=1).topk(min(top_k, logits.shape[1]), dim=1)
+        return self._weights.to_target[places], log_probs, rows
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        step: DraftStep,
+        ends: torch.Tensor | None,
+        *,
+        projected: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden rows (N, width) and logits (N, draft vocabulary) of `ends`."""
+        ops, weights = self._ops, self._weights
+        rows = hidden if projected else ops.linear(hidden, weights.fc)
+        embedded = self._norm(ops.embed(token_ids, weights.embedding), weights.input_norm)
+        qkv = ops.linear(torch.cat((embedded, self._norm(rows, weights.hidden_norm)), dim=1), weights.qkv)
+        attended = rows.new_empty((len(rows), self.config.q_size))
+        step.attend(0, qkv, self._angles(step.positions), attended)
+        if ends is not None:  # nobody reads what the other rows come to
+            rows, attended = rows.index_select(0, ends), attended.index_select(0, ends)
+        rows = ops.linear(attended, weights.o, residual=rows)
+        activated = ops.gated(self._norm(rows, weights.mlp_norm), weights.gate_up)
+        rows = ops.linear(activated, weights.down, residual=rows)
+        return rows, ops.linear(self._norm(rows, weights.final_norm), weights.lm_head)
 
     def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(rows)
-        rms_norm(rows, weight, self._config.rms_norm_eps, out)
-        return out
-
-
-def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return linear(rows, weight, rows.new_empty((len(rows), len(weight))))
+        return self._ops.rms_norm(rows, weight, self.config.rms_norm_eps)

@@ -12,54 +12,51 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from edgellm.decoding.adaptive import DraftLengths
-from edgellm.decoding.paged_draft import DraftModel, PagedDraftDecoder, draft_batch
+from edgellm.decoding.draft_model import DraftModel, HostDraft
+from edgellm.decoding.draft_ops import draft_ops
+from edgellm.decoding.paged_draft import PagedDraftDecoder
 from edgellm.errors import BrokenInvariantError, InvalidArgumentError, UnsupportedModelError
-from edgellm.models.qwen_mtp import MtpHead, load_mtp
+from edgellm.models.qwen_mtp import MtpHead, load_mtp, mtp_config
 from edgellm.models.step import HiddenRequest
-from edgellm.runtime.executor_cpu import CpuStep
 from edgellm.runtime.kv_cache import KVCache
 
 if TYPE_CHECKING:
+    from edgellm.decoding.draft_model import DraftHead
     from edgellm.decoding.options import DecoderContext
-    from edgellm.decoding.paged_draft import DraftRows
+    from edgellm.models.device_ops import DeviceOps
+    from edgellm.models.loader import LoadedModel
+    from edgellm.models.qwen_hybrid_weights import MtpWeights
     from edgellm.runtime.batch import Executor
 
 NUM_DRAFTS = 3
-
-
-class MtpDraft:
-    """The head over its pages; see `DraftModel`."""
-
-    def __init__(self, head: MtpHead, kv_cache: KVCache) -> None:
-        self._head = head
-        self._kv_cache = kv_cache
-
-    @torch.inference_mode()
-    def forward(self, rows: DraftRows) -> tuple[list[int], torch.Tensor]:
-        batch = draft_batch(rows)
-        step = CpuStep(batch, self._head.config, self._kv_cache, rows.hidden.dtype, None)
-        ends = torch.from_numpy(batch.logits_index)
-        logits, hidden = self._head.forward(
-            torch.from_numpy(rows.token_ids), torch.from_numpy(batch.positions), rows.hidden, step, ends
-        )
-        return logits.argmax(dim=1).tolist(), hidden[ends]
 
 
 class HybridMtpDecoder(PagedDraftDecoder):
     """Draft state stands beside the model's own: both roll back to what was accepted, and are checkpointed together.
 
     Args:
-        head: of the model that runs.
+        model: that runs; its embedding and output matrix are the head's too.
+        weights: of the head.
         page_size: tokens a page of the head's KV pool.
     """
 
     name = "hybrid-mtp"
 
-    def __init__(self, head: MtpHead, *, page_size: int, num_drafts: int = NUM_DRAFTS, adaptive: bool = True) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        weights: MtpWeights,
+        *,
+        page_size: int,
+        num_drafts: int = NUM_DRAFTS,
+        adaptive: bool = True,
+    ) -> None:
         super().__init__(num_drafts, DraftLengths() if adaptive else None)
-        self._head = head
+        self._model = model
+        self._weights = weights
         self._page_size = page_size
-        self._draft: MtpDraft | None = None
+        self._pages: KVCache | None = None
+        self._draft: DraftModel | None = None
 
     @property
     def draft(self) -> DraftModel:
@@ -71,28 +68,40 @@ class HybridMtpDecoder(PagedDraftDecoder):
         return self._cache(1).bytes_per_page
 
     def open_draft(self, num_pages: int) -> Any:
-        cache = self._cache(num_pages)
-        self._draft = MtpDraft(self._head, cache)
-        return cache
+        self._pages = self._cache(num_pages)
+        self._draft = HostDraft(self._head(None), self._pages)
+        return self._pages
 
     def boundary_hidden_width(self) -> int:
-        return self._head.config.hidden_size
+        return self._model.config.hidden_size
 
     def new_hidden_row(self) -> torch.Tensor:
-        return torch.zeros((1, self._head.config.hidden_size), dtype=self._head.dtype)
+        embedding = self._model.weights.embedding
+        return torch.zeros((1, self._model.config.hidden_size), dtype=embedding.dtype, device=embedding.device)
 
     def attach(self, executor: Executor) -> None:
+        super().attach(executor)
         executor.request_hidden(HiddenRequest(normed=True))  # type: ignore[attr-defined]
 
+    def device_parts(self, ops: DeviceOps) -> tuple[DraftHead, KVCache]:
+        return self._head(ops), self._open_pages()
+
+    def _head(self, ops: DeviceOps | None) -> MtpHead:
+        return MtpHead(self._model, self._weights, draft_ops(ops, self._model.weights.embedding.device))
+
+    def _open_pages(self) -> KVCache:
+        if self._pages is None:
+            raise BrokenInvariantError(f"decoder {self.name!r} has no pages yet; call open_draft first")
+        return self._pages
+
     def _cache(self, num_pages: int) -> KVCache:
-        config = self._head.config
-        return KVCache(
-            num_layers=1,
+        embedding = self._model.weights.embedding
+        return KVCache.for_model(
+            mtp_config(self._model),
             num_pages=num_pages,
-            num_kv_heads=config.num_kv_heads,
             page_size=self._page_size,
-            head_dim=config.head_dim,
-            dtype=self._head.dtype,
+            dtype=embedding.dtype,
+            device=embedding.device,
         )
 
 
@@ -112,6 +121,7 @@ def build(context: DecoderContext) -> HybridMtpDecoder:
             f"{model.path} has no multi-token prediction head (mtp.*); use another decoder, or a checkpoint with one"
         )
     return HybridMtpDecoder(
+        model,
         load_mtp(model),
         page_size=context.page_size,
         num_drafts=(options.num_drafts if options is not None else None) or NUM_DRAFTS,

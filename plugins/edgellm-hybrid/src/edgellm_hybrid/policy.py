@@ -1,4 +1,4 @@
-"""The publication policies of models with recurrent state: plain requests, and MTP on hybrids.
+"""The publication policies of models with recurrent state: plain requests, prompt lookup and MTP on hybrids.
 
 Recurrent state cannot be cut back, so reuse begins at *checkpoints* alone: copies of the state at chosen lengths.
 Blocks of attention layers are published as they complete all the same; they are what checkpoints stand on.
@@ -146,7 +146,9 @@ class HybridMtpPolicy(HybridSnapshotPolicy):
 
 
 def serves_snapshots(profile: ContextCacheDeploymentProfile, speculative_request: bool) -> bool:
-    return profile.uses_checkpoint_reuse and not speculative_request
+    """Plain requests, and on hybrids those whose decoder keeps no state of its own (prompt lookup)."""
+    plain = not speculative_request or (profile.is_hybrid and not profile.owns_paged_spec_state)
+    return profile.uses_checkpoint_reuse and plain
 
 
 def serves_mtp(profile: ContextCacheDeploymentProfile, speculative_request: bool) -> bool:

@@ -1,4 +1,4 @@
-"""`BasePrefix`: the base's committed keys and values, as the rows of one round attend to them."""
+"""`BasePrefix`: the base's committed keys and values, as the rows of one round attend to them on the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgellm.kernels.cpu.elementwise import rope_
 from edgellm.kernels.cpu.linear import SKINNY_ROWS
 from edgellm.kernels.cpu.paged_attention import PagedAttention
 
@@ -43,7 +44,8 @@ class BasePrefix:
             page_rows: (num_slots, pages_per_slot) int32 page table of the base.
             angles: (2, R, rotating elements / 2) of these positions, for each layer.
         """
-        self.angles = angles
+        self._angles = angles
+        self._config = config
         self._layers = config.layers
         self._kv_cache = kv_cache
         layouts: dict[tuple[int, int, int], PagedAttention] = {}
@@ -63,13 +65,17 @@ class BasePrefix:
                 )
         self._layouts = [layouts[_kind(layer)] for layer in config.layers]
 
-    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend to the donor of an assistant's layer.
-
-        Args:
-            query: (R, num_heads * head_dim), rotated.
-            out: of the same shape, to be filled.
-        """
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, query_norm: torch.Tensor | None) -> None:
+        """See `Prefix`."""
+        rope_(
+            query,
+            self._angles[layer],
+            num_heads=self._config.num_heads,
+            num_kv_heads=0,
+            head_dim=self._layers[layer].head_dim,
+            query_norm=query_norm,
+            eps=self._config.rms_norm_eps,
+        )
         self._layouts[layer].run(self._kv_cache.pages(self._layers[layer].donor), query, out)
 
 

@@ -10,32 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from edgellm.cache.types import SpecReuseContract
 from edgellm.decoding.adaptive import DraftLengths
 from edgellm.decoding.chain import ChainDecoder, KeptRow
-from edgellm.errors import BrokenInvariantError, InvalidArgumentError
+from edgellm.decoding.draft_ops import device_executor
+from edgellm.errors import InvalidArgumentError
 from edgellm.models.step import HiddenRequest
 from edgellm_shared_kv.assistant import SharedKvAssistant
 from edgellm_shared_kv.checkpoint import read_assistant
+from edgellm_shared_kv.rounds import HostRounds, Rounds, Seeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
     from edgellm.decoding.base import DecodingSeat
     from edgellm.decoding.options import DecoderContext
     from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
-    from edgellm_shared_kv.base_prefix import BasePrefix
 
 NUM_DRAFTS = 4
 
 
 class SharedKvMtpDecoder(ChainDecoder):
-    """Keeps one hidden row of each resident, by slot: that of its last accepted token, after the final norm.
-
+    """
     Args:
         num_drafts: most tokens proposed in a round.
         adaptive: propose less where it does not pay.
@@ -46,27 +43,32 @@ class SharedKvMtpDecoder(ChainDecoder):
     def __init__(self, assistant: SharedKvAssistant, num_drafts: int = NUM_DRAFTS, *, adaptive: bool = True) -> None:
         super().__init__(num_drafts, DraftLengths() if adaptive else None)
         self._assistant = assistant
-        self._hidden: dict[int, torch.Tensor] = {}
+        self._rounds: Rounds = HostRounds(assistant)
 
     def spec_reuse_contract(self) -> SpecReuseContract:
         return SpecReuseContract(owns_paged_spec_state=False, future_dependency_tokens=0)
 
     def attach(self, executor: Executor) -> None:
         executor.request_hidden(HiddenRequest(normed=True))  # type: ignore[attr-defined]
+        on_device = device_executor(executor)
+        if on_device is not None:
+            from edgellm_shared_kv.device_rounds import DeviceRounds
+
+            self._rounds = DeviceRounds(self._assistant.on_device(on_device.ops), on_device, self.num_drafts)
 
     def seat(self, executor: Executor, seat: DecodingSeat) -> None:
         super().seat(executor, seat)
-        self._hidden.pop(seat.slot, None)
+        self._rounds.end([seat.slot])
 
     def unseat(self, slots: Sequence[int]) -> None:
         super().unseat(slots)
-        for slot in slots:
-            self._hidden.pop(slot, None)
+        self._rounds.end(slots)
+
+    def absorb_step(self, executor: VerifyingExecutor, rows: Sequence[KeptRow]) -> None:
+        self._rounds.keep(rows)
 
     def absorb(self, executor: VerifyingExecutor, row: KeptRow) -> None:
-        if row.hidden is None:
-            raise BrokenInvariantError(f"decoder {self.name!r} needs the base's hidden rows, and the step gave none")
-        self._hidden[row.slot] = row.hidden[-1].clone()  # a view would keep the rows of the whole step
+        self._rounds.keep([row])
 
     def propose(
         self, executor: VerifyingExecutor, batch: RaggedBatch, rows: Sequence[int], limits: Sequence[int]
@@ -77,37 +79,22 @@ class SharedKvMtpDecoder(ChainDecoder):
         if not wanted:
             return chains
         chosen = np.asarray(rows)[wanted]
-        tokens: list[int] = batch.token_ids[batch.query_start[chosen]].tolist()
-        hidden = torch.stack([self._seed_row(slot) for slot in batch.state_index[chosen].tolist()])
-        prefix = self._prefix(executor, batch, chosen)
-        for depth in range(max(limits)):
-            count = sum(limits[number] > depth for number in wanted)
-            if count < len(tokens):
-                tokens, hidden, prefix = tokens[:count], hidden[:count], self._prefix(executor, batch, chosen[:count])
-            tokens, hidden = self._assistant.forward(tokens, hidden, prefix)
-            for number, token in zip(wanted[:count], tokens, strict=True):
-                chains[number].append(token)
-        return chains
-
-    def _prefix(self, executor: VerifyingExecutor, batch: RaggedBatch, rows: npt.NDArray[np.int64]) -> BasePrefix:
-        return self._assistant.prefix(
-            executor.kv_cache,
-            slots=batch.state_index[rows],
-            lengths=batch.past_len[rows],
+        seeds = Seeds(
+            slots=batch.state_index[chosen],
+            lengths=batch.past_len[chosen],
+            token_ids=batch.token_ids[batch.query_start[chosen]],
             page_rows=batch.page_rows,
         )
-
-    def _seed_row(self, slot: int) -> torch.Tensor:
-        try:
-            return self._hidden[slot]
-        except KeyError:
-            raise BrokenInvariantError(f"slot {slot} is to propose, and no token of it ran here") from None
+        found = self._rounds.chains(executor.kv_cache, seeds, [limits[number] for number in wanted])
+        for number, chain in zip(wanted, found, strict=True):
+            chains[number] = chain
+        return chains
 
 
 def build(context: DecoderContext) -> SharedKvMtpDecoder:
     """
     Raises:
-        InvalidArgumentError: no assistant was given, or the base is not on a CPU.
+        InvalidArgumentError: no assistant was given.
         UnsupportedModelError, WeightFileError: it is no assistant of this base, or damaged.
     """
     options = context.options
@@ -115,10 +102,6 @@ def build(context: DecoderContext) -> SharedKvMtpDecoder:
         raise InvalidArgumentError(
             "decoder 'shared_kv_mtp' needs an assistant: pass "
             "speculative=SpeculativeOptions(decoder='shared_kv_mtp', draft=<its folder>)"
-        )
-    if context.device.type != "cpu":
-        raise InvalidArgumentError(
-            f"decoder 'shared_kv_mtp' runs on the CPU, the model is on {context.device}; pass device='cpu'"
         )
     folder = Path(options.draft).expanduser()
     if not folder.is_dir():

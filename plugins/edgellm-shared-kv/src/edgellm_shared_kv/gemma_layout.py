@@ -134,7 +134,7 @@ def _head(fields: Fields, text: GemmaConfig, tensors: StoredTensors) -> Proposal
     stored = next((name for name in names if name in tensors), names[0])
     lm_head = tensors.matrix(stored, text.vocab_size, text.hidden_size)
     if not fields.flag("use_ordered_embeddings", default=False):
-        return VocabularyHead(lm_head, torch.arange(text.vocab_size))
+        return VocabularyHead(lm_head, torch.arange(text.vocab_size, device=lm_head.device))
     num_centroids = fields.integer("num_centroids", 1, min(MAX_CENTROIDS, text.vocab_size))
     if text.vocab_size % num_centroids:
         raise fields.refusal("num_centroids", f"a divisor of vocab_size, {text.vocab_size},")
@@ -146,6 +146,6 @@ def _head(fields: Fields, text: GemmaConfig, tensors: StoredTensors) -> Proposal
     return ClusterHead(
         lm_head=lm_head,
         centroids=tensors.matrix("masked_embedding.centroids.weight", num_centroids, text.hidden_size),
-        clusters=order.view(num_centroids, -1),
+        clusters=order.view(num_centroids, -1).to(lm_head.device),
         num_nearest=fields.integer("centroid_intermediate_top_k", 1, num_centroids),
     )

@@ -121,4 +121,5 @@ def _head(fields: Fields, tensors: StoredTensors, hidden: int, vocab_size: int) 
                 f"d2t names the base's token {show(int(wrong[0]))}, the base has {vocab_size}; use an assistant that "
                 "was trained for this model"
             )
-    return VocabularyHead(tensors.matrix("lm_head.weight", size, hidden), to_base)
+    lm_head = tensors.matrix("lm_head.weight", size, hidden)
+    return VocabularyHead(lm_head, to_base.to(lm_head.device))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from edgellm.kernels.cpu.linear import linear
+    from edgellm.decoding.draft_ops import DraftOps
 
 
 class ProposalHead(Protocol):
     """D the assistant's hidden size."""
 
-    def choose(self, rows: torch.Tensor) -> list[int]:
-        """The base's token that is likeliest for each of (R, D) normed rows."""
+    def choose(self, rows: torch.Tensor, ops: DraftOps) -> torch.Tensor:
+        """(R,) int64, the base's token that is likeliest for each of (R, D) normed rows; reads nothing back."""
         ...
 
 
@@ -30,9 +31,8 @@ class VocabularyHead:
     lm_head: torch.Tensor
     to_base: torch.Tensor
 
-    def choose(self, rows: torch.Tensor) -> list[int]:
-        chosen: list[int] = self.to_base[product(rows, self.lm_head).argmax(dim=1)].tolist()
-        return chosen
+    def choose(self, rows: torch.Tensor, ops: DraftOps) -> torch.Tensor:
+        return self.to_base.index_select(0, ops.linear(rows, self.lm_head).argmax(dim=1))
 
 
 @dataclass(slots=True)
@@ -51,14 +51,8 @@ class ClusterHead:
     clusters: torch.Tensor
     num_nearest: int
 
-    def choose(self, rows: torch.Tensor) -> list[int]:
-        nearest = product(rows, self.centroids).topk(self.num_nearest, dim=1).indices
+    def choose(self, rows: torch.Tensor, ops: DraftOps) -> torch.Tensor:
+        nearest = ops.linear(rows, self.centroids).topk(self.num_nearest, dim=1).indices
         tokens = self.clusters[nearest].flatten(start_dim=1)
         logits = (self.lm_head[tokens] @ rows[:, :, None])[:, :, 0]
-        chosen: list[int] = tokens.gather(1, logits.argmax(dim=1, keepdim=True))[:, 0].tolist()
-        return chosen
-
-
-def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(R, M) rows times the transpose of an (M, K) weight."""
-    return linear(rows, weight, rows.new_empty((len(rows), len(weight))))
+        return tokens.gather(1, logits.argmax(dim=1, keepdim=True))[:, 0]

@@ -1,0 +1,233 @@
+"""`DevicePasses`: the passes of a paged draft model where the target computes on a device.
+
+Hidden rows that wait, the proposals that chains begin with, and everything between them stay on the device.  A round is
+one pass over what waits and one chain of passes over a row a sequence, each a replayed graph where its shape has been
+seen; then the host reads the chains, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from edgellm.decoding.draft_model import entries_batch
+from edgellm.decoding.draft_passes import nothing_read
+from edgellm.decoding.draft_staging import DraftStaging, ExpectedPass, slot_rows
+from edgellm.errors import BrokenInvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from edgellm.decoding.chain import KeptRow
+    from edgellm.decoding.draft_model import DraftHead
+    from edgellm.decoding.draft_ops import DraftExecutor
+    from edgellm.decoding.draft_passes import DraftEntries
+    from edgellm.runtime.kv_cache import KVCache
+    from edgellm.runtime.step_inputs import StepShape, StepTensors
+
+    Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _SlotRows:
+    """State by resident slot; a row behind the last slot takes what padding writes.
+
+    Attributes:
+        waiting: (slots, room, hidden_width) hidden rows of the target whose entries are not written yet.
+        tokens: (slots + 1,) int32, the proposal behind the entries.
+        own: (slots + 1, width) the head's hidden row there.
+        chains: (K * slots,) int32, memory of a round's proposals.
+    """
+
+    waiting: torch.Tensor
+    tokens: torch.Tensor
+    own: torch.Tensor
+    chains: torch.Tensor
+
+
+class DevicePasses:
+    """See `DraftPasses`.
+
+    Args:
+        head: over the executor's operators.
+        kv_cache: the head's pages.
+        num_drafts: K, most tokens proposed in a round.
+    """
+
+    deferred = 8
+
+    @torch.inference_mode()
+    def __init__(self, head: DraftHead, kv_cache: KVCache, executor: DraftExecutor, num_drafts: int) -> None:
+        self._head = head
+        self._device = executor.device
+        self._num_drafts = num_drafts
+        self._room = self.deferred + num_drafts + 1
+        self._boundaries: dict[int, torch.Tensor] = {}
+        self._held: dict[int, int] = {}
+        self._read: set[int] = set()
+        self._staging = DraftStaging(executor, head.config, kv_cache, dtype=head.dtype)
+        self._rows = self._new_rows(executor.table_shape[0])
+        self._staging.warm_up(self._expected())
+
+    def begin(self, slot: int, boundary: torch.Tensor | None) -> None:
+        self.end([slot])
+        if boundary is not None:
+            self._boundaries[slot] = boundary[None].clone()
+
+    def end(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._boundaries.pop(slot, None)
+            self._held.pop(slot, None)
+            self._read.discard(slot)
+
+    @torch.inference_mode()
+    def hold(self, rows: Sequence[KeptRow]) -> None:
+        slots, counts = [row.slot for row in rows], np.array([len(row.inputs) for row in rows])
+        held = np.array([self._held.get(slot, 0) for slot in slots])
+        ends = held + counts
+        if ends.max() > self._room:
+            raise BrokenInvariantError(f"{ends.max()} hidden rows wait in a slot of {self._room}")
+        # Where each sequence's rows lie in the step, and where they go; then all rows of each.
+        firsts = np.array([[row.first for row in rows], np.array(slots) * self._room + held])
+        places = np.repeat(firsts, counts, axis=1) + _places_within(counts)
+        sources, targets = self._device.upload(places).unbind(0)
+        self._rows.waiting.flatten(0, 1).index_copy_(0, targets, _gathered(rows, sources))
+        self._held.update(zip(slots, ends.tolist(), strict=True))
+
+    @torch.inference_mode()
+    def write(self, entries: DraftEntries, fresh: Sequence[KeptRow] = ()) -> None:
+        batch = entries_batch(
+            np.array(entries.slots, np.int32),
+            np.array(entries.past, np.int32),
+            np.array(entries.counts, np.int32),
+            np.array(entries.token_ids, np.int32),
+            entries.page_rows,
+        )
+        if fresh:
+            launch = partial(self._write_rows, self._joined(entries, fresh))
+            self._staging.run("fresh", batch, launch, captured=False)
+        else:
+            self._check_held(entries)
+            self._staging.run("write", batch, self._write_waiting)
+        self._held.update(dict.fromkeys(entries.slots, 0))
+        self._read.update(entries.slots)
+
+    @torch.inference_mode()
+    def chains(
+        self, slots: Sequence[int], past: Sequence[int], limits: Sequence[int], page_rows: Int32Array
+    ) -> list[list[int]]:
+        if not self._read.issuperset(slots):
+            raise nothing_read(next(slot for slot in slots if slot not in self._read))
+        depth, first = limits[0], np.array(past, np.int32)
+        # A row that has its chain goes on at its last place; what it proposes there is not looked at.
+        last = first + np.maximum(np.array(limits, np.int32) - 2, 0)
+        batch = entries_batch(
+            np.array(slots, np.int32), last, np.ones(len(slots), np.int32), np.zeros(len(slots), np.int32), page_rows
+        )
+        batch.positions = first
+        shape = self._staging.run(("chain", depth), batch, partial(self._propose, depth))
+        found = self._device.download(self._chains_of(depth, shape.rows))
+        return [chain[:limit] for chain, limit in zip(found.T.tolist(), limits, strict=False)]
+
+    # ---- launches: what follows may be captured, and reads nothing back ------------------------------------------
+
+    def _write_waiting(self, step: StepTensors, shape: StepShape) -> None:
+        self._write_rows(self._waiting_rows(step), step, shape)
+
+    def _write_rows(self, hidden: torch.Tensor, step: StepTensors, shape: StepShape) -> None:
+        memory, staging = self._rows, self._staging
+        ends = (step.query_start[1 : shape.rows + 1] - 1).clamp_(min=0).long()
+        tokens, own = self._head.forward(step.token_ids, hidden, staging.step(step, shape), ends, projected=False)
+        slots = slot_rows(step.slots, len(memory.tokens) - 1)
+        memory.tokens.index_copy_(0, slots, tokens.int())
+        memory.own.index_copy_(0, slots, own)
+
+    def _waiting_rows(self, step: StepTensors) -> torch.Tensor:
+        """(T, hidden_width): row j of a slot's memory for the j-th entry that it adds; any row for padding."""
+        sequence = step.token_seq.clamp(min=0)
+        within = step.positions - step.past_len.index_select(0, sequence)
+        places = (step.slots.index_select(0, sequence) * self._room + within).clamp_(min=0)
+        return self._rows.waiting.flatten(0, 1).index_select(0, places)
+
+    def _propose(self, depth: int, step: StepTensors, shape: StepShape) -> None:
+        """A chain of `depth` tokens for each row, the first of them known already."""
+        memory, staging = self._rows, self._staging
+        slots, chains = slot_rows(step.slots, len(memory.tokens) - 1), self._chains_of(depth, shape.rows)
+        tokens, own = memory.tokens.index_select(0, slots), memory.own.index_select(0, slots)
+        chains[0] = tokens
+        positions = step.positions
+        for number in range(1, depth):
+            here = replace(step, positions=positions, past_len=positions, lengths=positions + 1)
+            found, own = self._head.forward(tokens, own, staging.step(here, shape), None, projected=True)
+            tokens = found.int()
+            chains[number] = tokens
+            positions = torch.minimum(positions + 1, step.past_len)
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def _expected(self) -> list[ExpectedPass]:
+        """Chains of K tokens, and passes in front of them over as many entries as a round accepts at most."""
+        passes = []
+        for rows in self._staging.row_buckets:
+            chain = partial(self._propose, self._num_drafts)
+            passes.append(ExpectedPass(("chain", self._num_drafts), rows, rows, chain))
+            for accepted in range(1, self._num_drafts + 2):
+                passes.append(ExpectedPass("write", accepted * rows, rows, self._write_waiting))
+        return passes
+
+    def _new_rows(self, num_slots: int) -> _SlotRows:
+        device, head = self._device.torch_device, self._head
+        return _SlotRows(
+            waiting=torch.zeros((num_slots, self._room, head.hidden_width), dtype=head.dtype, device=device),
+            tokens=torch.zeros(num_slots + 1, dtype=torch.int32, device=device),
+            own=torch.zeros((num_slots + 1, head.width), dtype=head.dtype, device=device),
+            chains=torch.zeros(self._num_drafts * num_slots, dtype=torch.int32, device=device),
+        )
+
+    def _chains_of(self, depth: int, rows: int) -> torch.Tensor:
+        return self._rows.chains[: depth * rows].view(depth, rows)
+
+    def _joined(self, entries: DraftEntries, fresh: Sequence[KeptRow]) -> torch.Tensor:
+        """(T, hidden_width) rows of a step's prompt chunks, behind those at the boundary of a checkpoint."""
+        rows = {row.slot: row.hidden for row in fresh}
+        pieces: list[torch.Tensor] = []
+        for slot, count in zip(entries.slots, entries.counts, strict=True):
+            hidden, boundary = rows[slot], self._boundaries.pop(slot, None)
+            if hidden is None:
+                raise BrokenInvariantError(f"slot {slot} ran without the hidden rows that its draft needs")
+            if boundary is not None:
+                pieces.append(boundary)
+                count -= 1
+            pieces.append(hidden[:count])
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    def _check_held(self, entries: DraftEntries) -> None:
+        for slot, count in zip(entries.slots, entries.counts, strict=True):
+            if self._held.get(slot, 0) < count:
+                raise BrokenInvariantError(
+                    f"slot {slot} adds {count} draft entries, and {self._held.get(slot, 0)} hidden rows wait"
+                )
+
+
+def _gathered(rows: Sequence[KeptRow], sources: torch.Tensor) -> torch.Tensor:
+    """The hidden rows of rows of one step, one behind the other.
+
+    Args:
+        sources: where they lie in the step's.
+    """
+    step_hidden = rows[0].step_hidden
+    if step_hidden is not None and all(row.step_hidden is step_hidden for row in rows):
+        return step_hidden.index_select(0, sources)
+    return torch.cat([row.hidden for row in rows if row.hidden is not None])
+
+
+def _places_within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, ... within each of the groups of these sizes, one behind the other."""
+    places: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places
