@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -211,14 +211,22 @@ def demo(
     speculative: Annotated[
         bool, typer.Option("--speculative", help="Show prompt lookup instead: the same text from fewer steps.")
     ] = False,
+    hybrid: Annotated[
+        bool, typer.Option("--hybrid", help="Show a hybrid model instead, and its multi-token prediction head.")
+    ] = False,
 ) -> None:
     """A four-turn chat over a 2,000-token document, without and with context reuse."""
     from edgellm.demo import run_demo
 
+    if speculative and hybrid:
+        raise InvalidArgumentError("--speculative and --hybrid are two demonstrations; pass one of them")
     # float32 everywhere: the answers with and without reuse are compared token by token.
     choice = ModelChoice(model, device=device, dtype="float32", kv_budget=kv_budget)
     if speculative:
         _speculative_demo(choice, max_tokens)
+        return
+    if hybrid:
+        _hybrid_demo(choice, max_tokens)
         return
     with open_llm(choice) as llm:
         require_chat_template(llm, "the demo is a chat; choose another model")
@@ -230,11 +238,25 @@ def demo(
 def _speculative_demo(choice: ModelChoice, max_tokens: int) -> None:
     from edgellm.demo_speculative import run_speculative_demo
 
+    if not run_speculative_demo(_opener(choice), out, max_tokens=max_tokens):
+        raise typer.Exit(1)
+
+
+def _hybrid_demo(choice: ModelChoice, max_tokens: int) -> None:
+    from edgellm.demo_hybrid import hybrid_model, run_hybrid_demo
+
+    model = hybrid_model(None if choice.model == DEFAULT_MODEL else choice.model)
+    if not run_hybrid_demo(_opener(replace(choice, model=model)), out, max_tokens=max_tokens):
+        raise typer.Exit(1)
+
+
+def _opener(choice: ModelChoice) -> Callable[[str | None], AbstractContextManager[LLM]]:
+    """Opens the model with the decoder of a kind, or plainly."""
+
     def open_with(decoder: str | None) -> AbstractContextManager[LLM]:
         return open_llm(replace(choice, speculative=parse_speculative(decoder, None, None)))
 
-    if not run_speculative_demo(open_with, out, max_tokens=max_tokens):
-        raise typer.Exit(1)
+    return open_with
 
 
 @app.command()

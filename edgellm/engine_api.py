@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from edgellm.engine.engine import ShutdownMode
 from edgellm.frontend import RequestFrontend, RequestOptions, prompt_of
 from edgellm.host import ModelHost
+from edgellm.metric_lines import metric_lines
 from edgellm.outputs import RequestOutput, TokenStream, output_from_response
 from edgellm.ownership import Uncopyable
 
@@ -47,6 +48,10 @@ class ServingMetrics:
     pending: int
     queued: int
     resident: int
+
+    def __str__(self) -> str:
+        """One metric a line."""
+        return metric_lines(self)
 
     @classmethod
     def of(cls, frontend: RequestFrontend) -> ServingMetrics:

@@ -62,7 +62,7 @@ class RequestCancelled(CallerError, RuntimeError):
 
 
 class RequestTimedOut(RequestCancelled):
-    """The request ended because its `timeout_seconds` were over."""
+    """The request ended because its `timeout_seconds` were over; the message says how far it got."""
 
 
 class RequestFailed(CallerError, RuntimeError):

@@ -107,6 +107,7 @@ class RequestFrontend:
             parts.runtime, parts.engine_config, device_healthy=parts.device_healthy
         )
         self._ending: RequestEngine | None = self.engine  # until it has ended
+        self._release_memory = parts.release_memory
         logger.info("%s: %s", parts.model_name, self.memory_budget.describe())
 
     # ---- requests -------------------------------------------------------------------------------------
@@ -221,6 +222,9 @@ class RequestFrontend:
         self.engine = self.runtime = None
         engine.shutdown(mode)
         self._ending = None
+        del engine  # the last that refers to weights and pool
+        if self._release_memory is not None:
+            self._release_memory()
 
     # ---- inside ---------------------------------------------------------------------------------------
 

@@ -45,6 +45,9 @@ class MemoryBudget:
         """How many sequences of `max_model_len` tokens fit at once."""
         return self.tokens / self.max_model_len
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self) -> str:
         """One line: bytes, pages, tokens, full-length sequences, and what the device holds beside the pool."""
         if not self.num_pages:

@@ -155,7 +155,7 @@ def _by_priority(registrations: Iterable[RegistrationT]) -> list[RegistrationT]:
 def missing_policy_distribution(profile: ContextCacheDeploymentProfile, speculative_request: bool) -> str | None:
     """The distribution that brings the policy such a request needs; None when no distribution of ours does."""
     if profile.uses_checkpoint_reuse:
-        served = not speculative_request or (profile.is_hybrid and profile.owns_paged_spec_state)
+        served = not speculative_request or profile.is_hybrid
         return "edgellm-hybrid" if served else None
     if not speculative_request:
         return "edgellm"

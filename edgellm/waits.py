@@ -3,16 +3,22 @@
 `threading.Condition` and `threading.Event` take and give back their lock in Python code; an interrupt that lands
 between the two steps of it leaves the lock taken, and everybody waits for ever.  Here locks are entered as they are
 (`with lock:`), which no interrupt splits, and nobody holds one while asleep.
+
+The system may hand an interrupt to any thread.  Python runs its handler on the main one, which a signal that went
+elsewhere does not wake from a lock; so the main thread sleeps in slices.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+MAIN_THREAD_SLICE = 0.5  # seconds that an interrupt may go unheard
 
 
 class WaitList:
@@ -37,7 +43,10 @@ class WaitList:
     def wait(self, bell: threading.Lock, timeout: float | None) -> None:
         """Sleep until `wake_all`, at most `timeout` seconds (None: no limit), and leave the list."""
         try:
-            bell.acquire(True, -1 if timeout is None else timeout)
+            if threading.current_thread() is threading.main_thread():
+                _acquire_in_slices(bell, timeout)
+            else:
+                bell.acquire(True, -1 if timeout is None else timeout)
         finally:
             self._bells.remove(bell)
 
@@ -67,6 +76,15 @@ class WaitList:
                     return False
                 bell = self.join()
             self.wait(bell, remaining)
+
+
+def _acquire_in_slices(bell: threading.Lock, timeout: float | None) -> None:
+    """Wait for the bell, awake for a moment now and then, in which the interpreter runs what signals left to do."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        remaining = deadline - time.monotonic()
+        if bell.acquire(True, max(0.0, min(MAIN_THREAD_SLICE, remaining))) or remaining <= MAIN_THREAD_SLICE:
+            return
 
 
 class Latch:

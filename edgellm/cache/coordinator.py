@@ -452,7 +452,7 @@ class ContextCacheCoordinator:
         return status
 
     def _require_hybrid_mtp(self, call: str) -> None:
-        if self.profile.is_hybrid and self.profile.is_speculative:
+        if self.profile.is_hybrid and self.profile.owns_paged_spec_state:
             return
         speculative = "speculative" if self.profile.is_speculative else "not speculative"
         raise PluginError(

@@ -34,7 +34,7 @@ VERIFYING_DECODERS = ("shared_kv_mtp",)
 """Kinds whose engine only verifies proposals: it has no stand-alone target that could decode without them."""
 
 _WITHOUT_DRAFT_MODEL = ("prompt_lookup",)
-_HYBRID_DECODERS = ("vanilla", "mtp")
+_HYBRID_DECODERS = ("vanilla", "mtp", "prompt_lookup")
 
 
 def resolve_spec_reuse_contract(
@@ -82,7 +82,9 @@ def check_support(
     if base_state_kind is BaseStateKind.PURE_RECURRENT and decoder_kind != "vanilla":
         raise UnsupportedModelError(f"decoder {decoder_kind!r} on a pure recurrent model is not supported; use vanilla")
     if base_state_kind is BaseStateKind.HYBRID and decoder_kind not in _HYBRID_DECODERS:
-        raise UnsupportedModelError(f"decoder {decoder_kind!r} on a hybrid model is not supported; use vanilla or mtp")
+        raise UnsupportedModelError(
+            f"decoder {decoder_kind!r} on a hybrid model is not supported; use vanilla, mtp or prompt_lookup"
+        )
     if base_state_kind is BaseStateKind.ATTENTION_ONLY and decoder_kind == "mtp":
         raise UnsupportedModelError("plain MTP on an attention-only model is not supported; use vanilla or eagle")
 

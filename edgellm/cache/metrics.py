@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from edgellm.metric_lines import metric_lines
+
 
 class PoolGauge(NamedTuple):
     """Free and total units of one pool."""
 
     free: int = 0
     capacity: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.free:,} of {self.capacity:,} free"
 
 
 _EMPTY = PoolGauge()
@@ -84,6 +89,10 @@ class ContextCacheMetrics:
     reclaimed_draft_kv_pages: int = 0
     reclaimed_recurrent_snapshots: int = 0
     reclaimed_partial_kv_snapshots: int = 0
+
+    def __str__(self) -> str:
+        """One metric a line."""
+        return metric_lines(self)
 
     def as_dict(self) -> dict[str, int | PoolGauge]:
         """Field names and values, in order."""

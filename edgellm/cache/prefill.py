@@ -40,7 +40,8 @@ def enqueue_captures(
     state_lengths: Sequence[int] | None,
 ) -> None:
     """Reserve and enqueue the checkpoints of prompt ends (no arguments) or of chunk ends."""
-    if not coordinator.profile.uses_checkpoint_reuse or impl.speculative_request:
+    paired = coordinator.runs_paired_draft(impl.speculative_request)  # MTP: the runtime publishes them one by one
+    if not coordinator.profile.uses_checkpoint_reuse or paired:
         return
     for slot, length in _captures(impl, slots, state_lengths):
         point = PublicationPoint.PREFILL_END

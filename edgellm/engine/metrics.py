@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from edgellm.metric_lines import metric_lines, milliseconds
+
 BUCKETS_PER_OCTAVE = 4
 NUM_BUCKETS = 32 * BUCKETS_PER_OCTAVE
 """Buckets of a latency: from a microsecond to over an hour, each a quarter of an octave wide."""
@@ -87,6 +89,13 @@ class LatencyStat:
             below += count
         return float(self.max_us)
 
+    def __str__(self) -> str:
+        if not self.count:
+            return "none"
+        places = [(name, self.quantile_us(quantile)) for name, quantile in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))]
+        shown = [("mean", self.mean_us), *places, ("max", self.max_us)]
+        return f"{self.count:,}; " + ", ".join(f"{name} {milliseconds(micros)}" for name, micros in shown)
+
     def copy(self) -> LatencyStat:
         return LatencyStat(self.total_us, self.max_us, self.count, list(self.buckets))
 
@@ -152,6 +161,10 @@ class EngineMetrics:
     replayed: int = 0
     session_reopens: int = 0
     actor_wakeups: int = 0
+
+    def __str__(self) -> str:
+        """One metric a line."""
+        return metric_lines(self)
 
     def snapshot(self) -> EngineMetrics:
         """An independent copy."""

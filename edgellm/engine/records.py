@@ -20,6 +20,7 @@ from edgellm.errors import (
 )
 from edgellm.foreign import call_foreign, describe_value
 from edgellm.log import get_logger
+from edgellm.memory import count
 from edgellm.ownership import Uncopyable, require_home_process
 from edgellm.request import CancelToken
 from edgellm.session.types import FinishReason
@@ -294,6 +295,19 @@ class RequestRecord:
         logprobs = None if source.logprobs is None else list(source.logprobs)
         channel.push(StreamChunk(list(source.token_ids), source.text, True, reason, logprobs))
 
+    def progress(self) -> str:
+        """How far it got, for a message.  What was generated is counted once the engine has said so."""
+        if not self.seated_at:
+            return "waiting for a seat; raise timeout_seconds, or max_batch_size"
+        if not self.first_token_at:
+            waited = self.seated_at - self.submitted_at
+            return f"computing its prompt, after {waited:.3g} s without a seat; raise timeout_seconds"
+        first = f"its first token came after {self.first_token_at - self.submitted_at:.3g} s"
+        if self.partial is None:
+            return f"generating ({first}); raise timeout_seconds, or lower max_tokens"
+        tokens = count(len(self.partial.token_ids), "token")
+        return f"with {tokens} generated ({first}); raise timeout_seconds, or lower max_tokens"
+
     # ---- waiting --------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None) -> bool:
@@ -443,7 +457,9 @@ class RequestHandle(Uncopyable):
         if record.outcome_published and record.status is TerminalStatus.EXECUTION_ERROR:
             raise RequestFailed(f"request {record.id} failed: {record.error_message}")
         if record.response is None and record.timed_out:
-            raise RequestTimedOut(f"request {record.id} timed out {record.timeout_seconds} s after its submit")
+            raise RequestTimedOut(
+                f"request {record.id} timed out {record.timeout_seconds} s after its submit, {record.progress()}"
+            )
         if record.response is None:
             raise RequestCancelled(f"request {record.id} was cancelled")
         return record.response

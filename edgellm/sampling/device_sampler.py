@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from edgellm.errors import EdgeLLMError, StepDeviceError
 from edgellm.foreign import call_foreign
 from edgellm.kernels.cu.logit_edit import EditFlag, IdLists, LogitEdits
 from edgellm.kernels.cu.sample import SampleRows, SampleStatus
@@ -29,7 +30,7 @@ from edgellm.sampling.logprobs import TokenLogprobs
 from edgellm.sampling.result import SampleResult, bad_logits, min_tokens_leaves_nothing, sampling_failed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -93,12 +94,16 @@ class DeviceSampler:
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingState], beside: Beside | None = None) -> SampleResult:
-        """As `Sampler.sample`, for logits on this device whose shape has been checked."""
+        """As `Sampler.sample`, for logits on this device whose shape has been checked.
+
+        Raises:
+            StepDeviceError: out of memory, a failed launch, or an error of earlier work that the device reports now.
+        """
         if not rows:
             return SampleResult.nothing_yet(rows)
-        logits = _readable(logits)
         # Memory that was made in inference mode may not be written outside it, whoever calls.
-        with self._lock, torch.inference_mode(), self._current():
+        with self._lock, _device_errors(len(rows)), torch.inference_mode(), self._current():
+            logits = _readable(logits)
             if all(state.plain_greedy for state in rows):
                 return self._sample_greedy(logits, rows, beside)
             return _Step(self, logits, rows).run(beside)
@@ -143,6 +148,20 @@ class DeviceSampler:
             found = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
             self._scratch[name, vocab_size] = found
         return found
+
+
+@contextmanager
+def _device_errors(num_rows: int) -> Iterator[None]:
+    """What torch raises about the device, as an error of the step; our own errors pass."""
+    try:
+        yield
+    except EdgeLLMError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        raise StepDeviceError(
+            f"sampling {num_rows} rows failed: {error}; close the session, and lower max_batch_size or kv_budget if "
+            "memory ran out"
+        ) from error
 
 
 def _readable(logits: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Staging:
         self._is_cuda = device.type == "cuda"
         self._copied = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._capacity = 0
-        self._host = self._on_device = torch.empty(0, dtype=torch.uint8)
+        self._host = self._on_device = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layouts: dict[tuple[Shape, ...], Layout] = {}
 
     def layout(self, shapes: tuple[Shape, ...]) -> Layout:
@@ -111,6 +111,8 @@ class Staging:
         if size <= self._capacity:
             return
         self._layouts.clear()
-        self._capacity = max(_FIRST_BYTES, 1 << (size - 1).bit_length())
-        self._on_device = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
-        self._host = torch.empty(self._capacity, dtype=torch.uint8, pin_memory=self._is_cuda)
+        capacity = max(_FIRST_BYTES, 1 << (size - 1).bit_length())
+        on_device = torch.empty(capacity, dtype=torch.uint8, device=self._device)
+        self._host = torch.empty(capacity, dtype=torch.uint8, device="cpu", pin_memory=self._is_cuda)
+        # Only now: where memory runs out, the next step must find what there is.
+        self._on_device, self._capacity = on_device, capacity

@@ -67,6 +67,7 @@ class Sampler:
         Raises:
             InvalidArgumentError: shapes disagree.
             KernelError: logits are on a CUDA device and its kernels cannot be had.
+            StepDeviceError: logits are on a CUDA device and it fails, or its memory runs out.
         Cost: on the CPU, plain greedy rows take one argmax, rows that sample O(vocab) each.  On a CUDA device, a few
             kernels for all rows and one small copy back.
         Ordering: waits for the device when logits are not on the CPU.

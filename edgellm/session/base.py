@@ -65,7 +65,11 @@ class RuntimeSession(ABC):
 
     @abstractmethod
     def materialize(self, result: BatchResult, stop_strings: Sequence[str]) -> LLMGenerationResponse:
-        """Turn a finished snapshot into a response: decode, then trim the earliest stop string.  Pure."""
+        """Turn a finished snapshot into a response: decode, then trim the earliest stop string.  Pure.
+
+        Raises:
+            InvalidArgumentError: `result` is no snapshot, or `stop_strings` no list of texts.
+        """
 
     @abstractmethod
     def residents(self) -> list[ResidentRef]:
@@ -135,6 +139,9 @@ class RuntimeSession(ABC):
         Two residents with equal identities would compute the same block: one of them may wait a step and
         share it.  None when nothing can be shared there: prompt complete, no full block left, cache bypassed,
         or a session without a context cache (the default).
+
+        Raises:
+            ContractViolation: `ref` is none of an admission's.  One that has left gives None.
         """
         return None
 

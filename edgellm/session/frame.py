@@ -295,12 +295,21 @@ class SessionFrame(RuntimeSession):
         return True
 
     def _live(self, ref: ResidentRef, call: str) -> Resident:
+        resident = self._seated(ref, call)
+        if resident is None:
+            raise ContractViolation(f"{call}: {ref} is not a live resident")
+        return resident
+
+    def _seated(self, ref: ResidentRef, call: str) -> Resident | None:
+        """The resident of `ref`; None when it is gone.
+
+        Raises:
+            ContractViolation: `ref` is none of an admission's.
+        """
         if not (isinstance(ref, ResidentRef) and isinstance(ref.slot, int) and isinstance(ref.epoch, int)):
             raise ContractViolation(f"{call}: ref is {describe_value(ref)}; pass the ResidentRef of an admission")
         resident = self._seats[ref.slot] if 0 <= ref.slot < len(self._seats) else None
-        if resident is None or resident.ref != ref:
-            raise ContractViolation(f"{call}: {ref} is not a live resident")
-        return resident
+        return resident if resident is not None and resident.ref == ref else None
 
     # ---- ending -----------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from edgellm.errors import InvalidArgumentError
+from edgellm.foreign import describe_value
 from edgellm.request import LLMGenerationResponse
 from edgellm.session.finish import OVERRIDDEN_BY_STOP_STRING
 from edgellm.session.types import BatchResult, FinishReason
@@ -18,7 +20,11 @@ def materialize_result(result: BatchResult, stop_strings: Sequence[str], tokeniz
 
     The text is decoded once from all generated ids and cut at the earliest stop string, also where the
     incremental decode of streaming missed it; the ids stay complete.
+
+    Raises:
+        InvalidArgumentError: see `RuntimeSession.materialize`.
     """
+    _check(result, stop_strings)
     token_ids = result.generated_ids
     text = tokenizer.decode(token_ids, skip_special_tokens=result.skip_special_tokens)
     text, match = trim_at_stop(text, stop_strings, include_stop=result.include_stop_str_in_output)
@@ -38,3 +44,15 @@ def materialize_result(result: BatchResult, stop_strings: Sequence[str], tokeniz
         proposed_draft_tokens=result.proposed_draft_tokens,
         accepted_draft_tokens=result.accepted_draft_tokens,
     )
+
+
+def _check(result: object, stop_strings: object) -> None:
+    if not isinstance(result, BatchResult):
+        raise InvalidArgumentError(
+            f"result is {describe_value(result)}; pass the BatchResult of a sequence that a step finished"
+        )
+    texts = isinstance(stop_strings, (list, tuple)) and all(isinstance(text, str) and text for text in stop_strings)
+    if not texts:
+        raise InvalidArgumentError(
+            f"stop_strings is {describe_value(stop_strings)}; pass a list or tuple of non-empty texts, () for none"
+        )

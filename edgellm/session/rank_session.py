@@ -118,8 +118,8 @@ class RankRuntimeSession(SessionCore):
 
     def next_block_identity(self, ref: ResidentRef) -> Hash128 | None:
         self._check_thread("next_block_identity")
-        resident = self._seats[ref.slot] if 0 <= ref.slot < len(self._seats) else None
-        if resident is None or resident.ref != ref or not resident.prompt_remaining:
+        resident = self._seated(ref, "next_block_identity")
+        if resident is None or not resident.prompt_remaining:
             return None
         sequence = self._request.sequence(resident.index)
         block = resident.committed // self._geometry.page_size

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NewType
 
+from edgellm.argument_check import check_flag
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -157,4 +159,12 @@ class SessionCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
+    """
+    Raises:
+        InvalidArgumentError: no flag.
+    """
+
     allow_compact_execution: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("allow_compact_execution", self.allow_compact_execution)

@@ -57,6 +57,7 @@ FLAVOURS = {
     "dflash": ContextCacheDeploymentProfile(BaseStateKind.ATTENTION_ONLY, SpecReuseContract(True, 0)),
     "shared-kv": ContextCacheDeploymentProfile(BaseStateKind.ATTENTION_ONLY, SpecReuseContract(False, 0)),
     "hybrid": ContextCacheDeploymentProfile(BaseStateKind.HYBRID),
+    "hybrid-lookup": ContextCacheDeploymentProfile(BaseStateKind.HYBRID, SpecReuseContract(False, 0)),
     "recurrent": ContextCacheDeploymentProfile(BaseStateKind.PURE_RECURRENT),
     "mtp": ContextCacheDeploymentProfile(BaseStateKind.HYBRID, SpecReuseContract(True, 1)),
 }

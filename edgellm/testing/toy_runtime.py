@@ -74,7 +74,13 @@ class ToyRuntime(LLMRankRuntime):
 
 
 _BEFORE_ALL = 1_000_000
-DECODER_KINDS = {"eagle": "eagle", "dflash": "dflash", "shared-kv": "shared_kv_mtp", "mtp": "mtp"}
+DECODER_KINDS = {
+    "eagle": "eagle",
+    "dflash": "dflash",
+    "shared-kv": "shared_kv_mtp",
+    "hybrid-lookup": "prompt_lookup",
+    "mtp": "mtp",
+}
 
 
 class ToyFlavourRuntime(LLMRankRuntime):

@@ -20,8 +20,11 @@ Render = Callable[[Sequence[Message], bool], str]
 EncodeWithEnds = Callable[[str], tuple[list[int], Sequence[int]]]
 
 _SYSTEM_ROLES = ("system", "developer")
-_EMPTY_USER = {"role": "user", "content": ""}
-_EMPTY_REPLY = {"role": "assistant", "content": ""}
+# Not empty: what a template writes behind an empty text may begin like the text that is compared with it ("<|end|>" and
+# "<think>"), and a boundary one character too far is one that nobody repeats.
+_PROBE_TEXT = "\u25a0"
+_SOME_USER = {"role": "user", "content": _PROBE_TEXT}
+_SOME_REPLY = {"role": "assistant", "content": _PROBE_TEXT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,8 @@ def build_chat_prompt(
     """
     text = render(messages, add_generation_prompt)
     token_ids, ends = encode(text)
-    repeated = _agreement(text, render, [*messages, _EMPTY_REPLY, _EMPTY_USER])
-    shared = _agreement(text, render, [*_instructions(messages), _EMPTY_USER])
+    repeated = _agreement(text, render, [*messages, _SOME_REPLY, _SOME_USER])
+    shared = _agreement(text, render, [*_instructions(messages), _SOME_USER])
     lengths = {bisect_right(ends, place) for place in (shared, repeated) if place is not None}
     stable = len(token_ids) if repeated is None else bisect_right(ends, repeated)
     return ChatPrompt(token_ids, tuple(sorted(lengths - {0})), len(token_ids) - stable)

@@ -29,7 +29,7 @@ from edgellm_hybrid.placement import place_checkpoints
 from edgellm_hybrid.policy import HybridMtpPolicy, HybridSnapshotPolicy
 
 B = 4
-CHECKPOINTED = ["hybrid", "recurrent", "mtp"]
+CHECKPOINTED = ["hybrid", "hybrid-lookup", "recurrent", "mtp"]
 
 
 def config(interval, **more):

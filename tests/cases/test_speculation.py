@@ -13,7 +13,7 @@ from edgellm.testing.toy_driver import DECODE
 from edgellm.testing.toy_model import SoloRun
 from edgellm.testing.toy_sequence import solo_fingerprint
 
-SPECULATIVE = ["eagle", "dflash", "shared-kv", "mtp"]
+SPECULATIVE = ["eagle", "dflash", "shared-kv", "hybrid-lookup", "mtp"]
 BYPASS = ContextCacheLookupPolicy.BYPASS
 
 

@@ -71,6 +71,7 @@ REUSED = {
     "shared-kv": PLAIN,
     "eagle": AHEAD,
     "hybrid": CHECKPOINTS,
+    "hybrid-lookup": CHECKPOINTS,
     "recurrent": CHECKPOINTS,
     "mtp": CHECKPOINTS,
 }

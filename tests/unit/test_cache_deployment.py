@@ -110,7 +110,11 @@ def test_56_unknown_decoder_is_an_error():
         (RECURRENT, "eagle", False),
         (HYBRID, "vanilla", True),
         (HYBRID, "mtp", True),
-        *[(RECURRENT, decoder, False) for decoder in ("mtp", "dflash", "jetspec", "dspark", "shared_kv_mtp")],
+        (HYBRID, "prompt_lookup", True),
+        *[
+            (RECURRENT, decoder, False)
+            for decoder in ("mtp", "dflash", "jetspec", "dspark", "shared_kv_mtp", "prompt_lookup")
+        ],
         *[(HYBRID, decoder, False) for decoder in ("eagle", "dflash", "jetspec", "dspark", "shared_kv_mtp")],
     ],
 )

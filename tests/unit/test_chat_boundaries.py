@@ -57,6 +57,22 @@ def test_a_generation_prompt_that_history_does_not_repeat_is_the_volatile_tail(t
     assert chat.token_ids == tokenizer.apply_chat_template([SYSTEM, USER])
 
 
+def test_a_boundary_is_not_moved_by_markers_that_begin_alike() -> None:
+    """`<think>` behind the generation prompt, `<end>` behind a text, and a message that begins with `<`."""
+
+    def render(messages: list[dict[str, str]], opens: bool) -> str:
+        text = "".join(f"{message['role']}:{message['content']}<end>" for message in messages)
+        return text + ("assistant:<think></think>" if opens else "")
+
+    def encode(text: str) -> tuple[list[int], list[int]]:
+        return [ord(character) for character in text], list(range(1, len(text) + 1))
+
+    chat = build_chat_prompt([SYSTEM, {"role": "user", "content": "<b>"}], True, render, encode)
+    starts = ["system:be kind<end>user:", "system:be kind<end>user:<b><end>assistant:"]
+    assert chat.boundaries == tuple(len(start) for start in starts)
+    assert chat.tail_length == len("<think></think>")
+
+
 def test_a_probe_that_the_template_refuses_costs_one_boundary_and_nothing_else() -> None:
     def render(messages: object, open_turn: bool) -> str:
         roles = [message["role"] for message in messages]  # type: ignore[attr-defined]

@@ -12,8 +12,10 @@ from engine_rig import WAIT, admitted, ask, held, wait_until
 from edgellm.engine.config import EngineConfig, SchedulingOptions
 from edgellm.engine.deadlines import Deadlines
 from edgellm.engine.engine import RequestEngine, ShutdownMode
+from edgellm.engine.records import RequestRecord
 from edgellm.errors import InvalidArgumentError, RequestCancelled, RequestTimedOut
-from edgellm.session.types import FinishReason
+from edgellm.request import LLMGenerationResponse
+from edgellm.session.types import FinishReason, RequestId
 from edgellm.testing.scripted_session import Script, ScriptedRuntime
 
 
@@ -59,6 +61,31 @@ def test_a_timeout_is_a_cancel_that_says_why(start, brake):
     metrics = engine.metrics()
     assert (metrics.timed_out, metrics.cancelled, metrics.completed) == (1, 1, 0)
     assert handle.stream().reason() is FinishReason.CANCELLED
+
+
+def test_a_timeout_says_how_far_the_request_got(start, brake):
+    """Without a seat, in its prompt, and with so many tokens."""
+    engine = start(ScriptedRuntime(max_batch_size=1, script=Script(next_token=brake)))
+    first = held(engine, brake, timeout_seconds=0.03)  # its prompt is in the step that the brake holds
+    waiting = engine.submit(ask(timeout_seconds=0.02))
+    time.sleep(0.05)
+    brake.release()
+    with pytest.raises(RequestTimedOut, match=r"after its submit, waiting for a seat; raise timeout_seconds"):
+        waiting.get(WAIT)
+    with pytest.raises(RequestTimedOut, match=r"0\.03 s after its submit, (computing|generating|with)"):
+        first.get(WAIT)
+
+
+def test_progress_names_each_stage():
+    record = RequestRecord(request_id=RequestId(1), request=ask(timeout_seconds=1.0), note_cancel=lambda: None)
+    record.submitted_at = 10.0
+    assert record.progress().startswith("waiting for a seat;")
+    record.seated_at = 10.25
+    assert record.progress().startswith("computing its prompt, after 0.25 s without a seat;")
+    record.first_token_at = 10.5
+    assert record.progress().startswith("generating (its first token came after 0.5 s);")
+    record.partial = LLMGenerationResponse("ab", [4, 5], FinishReason.CANCELLED, prompt_tokens=3)
+    assert record.progress().startswith("with 2 tokens generated (its first token came after 0.5 s);")
 
 
 def test_a_request_that_ends_in_time_is_untouched(start):

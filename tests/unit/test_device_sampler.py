@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_batches import assert_as_on_the_host, random_state
 
+from edgellm.errors import KernelError, StepDeviceError
 from edgellm.sampling.device_sampler import DeviceSampler, reference_ops
 from edgellm.sampling.device_staging import Staging
 from edgellm.sampling.guidance import Guidance
@@ -232,6 +234,58 @@ class TestRows:
         edited = sampler.edited_rows("edited", 1, 700).data_ptr()
         assert_same(torch.randn(2, 700), self.states(700, 2), sampler)
         assert sampler.edited_rows("edited", 1, 700).data_ptr() == edited
+
+
+OUT_OF_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def fail(error: BaseException):
+    def call(*args, **options):
+        raise error
+
+    return call
+
+
+class TestFailures:
+    """What the device raises while it samples is an error of the step that says what to change."""
+
+    def logits_and_states(self, **params):
+        states = [SamplingState(SamplingParams(**params), [0], 50) for _ in range(3)]
+        return torch.randn(3, 50), states
+
+    @pytest.mark.parametrize("error", [OUT_OF_MEMORY, RuntimeError("CUDA error: illegal address"), MemoryError("none")])
+    @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1, "logprobs": 2}])
+    @pytest.mark.parametrize("where", ["op", "allocation"])
+    def test_errors_of_the_device_name_the_step_and_the_remedy(self, error, params, where, monkeypatch):
+        logits, states = self.logits_and_states(**params)
+        ops = reference_ops()
+        if where == "op":
+            ops = dataclasses.replace(ops, sample=fail(error))
+        else:
+            monkeypatch.setattr(Staging, "_reserve", fail(error))
+        with pytest.raises(
+            StepDeviceError, match=r"sampling 3 rows failed: .*lower max_batch_size or kv_budget"
+        ) as info:
+            DeviceSampler(CPU, ops).sample(logits, states)
+        assert info.value.__cause__ is error
+
+    def test_our_own_errors_and_those_of_what_runs_beside_pass(self):
+        logits, states = self.logits_and_states(temperature=0.0)
+        for error in (KernelError("no compiler"), StepDeviceError("the forward pass failed")):
+            with pytest.raises(type(error)) as info:
+                DeviceSampler(CPU, reference_ops()).sample(logits, states, fail(error))
+            assert info.value is error
+
+    def test_memory_that_ran_out_is_asked_for_again_by_the_next_step(self, monkeypatch):
+        sampler = DeviceSampler(CPU, reference_ops())
+        assert_same(torch.randn(3, 50), self.logits_and_states(temperature=0.0)[1], sampler)
+        states = [SamplingState(SamplingParams(temperature=0.0), [0], 4) for _ in range(2000)]
+        logits = torch.randn(2000, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", fail(OUT_OF_MEMORY))
+            with pytest.raises(StepDeviceError, match="out of memory"):
+                sampler.sample(logits, states)
+        assert_same(logits, states, sampler)
 
 
 class TestStaging:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import ast
+import inspect
+import random
+from pathlib import Path
 
+import pytest
+from test_core_stubs import built_names, built_parameters, declared_names, same_parameters, stub_parameters
+
+from edgellm.decoding import _length_records
 from edgellm.decoding.adaptive import DraftLengths, StepTimes
 
 
@@ -145,3 +152,52 @@ def test_a_new_sequence_in_the_slot_starts_afresh() -> None:
     lengths.unseat([0][0])
     lengths.seat(0)
     assert lengths.acceptance(0) == pytest.approx(0.7)
+
+
+def plain_lengths(acceptances: list[float], most: list[int], times: StepTimes, per_depth: float) -> list[int]:
+    """The choice for a step as the module's docstring puts it, one proposal after the other."""
+    idle = times.predict(len(most))
+    best, best_rate = [0] * len(most), len(most) / idle
+    for depth in range(1, max(most) + 1):
+        chosen, seconds, expected = [0] * len(most), idle + depth * per_depth, float(len(most))
+        while True:
+            open_ones = [row for row, number in enumerate(chosen) if number < min(most[row], depth)]
+            gains = [acceptances[row] ** (chosen[row] + 1) for row in open_ones]
+            if not gains or max(gains) * seconds < expected * times.per_row:
+                break
+            expected, seconds = expected + max(gains), seconds + times.per_row
+            chosen[open_ones[gains.index(max(gains))]] += 1
+        if expected / seconds <= best_rate:
+            break
+        best, best_rate = chosen, expected / seconds
+    return best
+
+
+def test_many_sequences_get_what_the_search_one_by_one_gives_them() -> None:
+    chance = random.Random(5)
+    for per_row, per_depth in ((0.001, 0.01), (0.02, 0.05), (0.1, 0.2)):
+        lengths = taught(1.0, per_row)
+        for slot in range(20):
+            keep(lengths, slot, chance.random(), rounds=20)
+        lengths.observe_proposing(1, per_depth)
+        most = [chance.randrange(8) for _ in range(20)]
+        acceptances = [lengths.acceptance(slot) for slot in range(20)]
+        wanted = plain_lengths(acceptances, most, lengths.times, per_depth)
+        assert lengths.limits(range(20), most) == wanted
+        assert 0 < sum(wanted) < sum(most) or per_row > 0.05
+
+
+def test_a_slot_below_zero_is_refused() -> None:
+    with pytest.raises(IndexError, match="slot -1 is negative"):
+        DraftLengths().seat(-1)
+
+
+def test_the_stub_declares_the_records() -> None:
+    stub_path = Path(_length_records.__file__).with_name("_length_records.pyi")
+    stub = declared_names(ast.parse(stub_path.read_text(encoding="utf-8")).body)
+    assert set(stub) == built_names(_length_records) == {"LengthRecords"}
+    methods = {node.name: node for node in ast.walk(stub["LengthRecords"]) if isinstance(node, ast.FunctionDef)}
+    assert set(methods) == {name for name in vars(_length_records.LengthRecords) if not name.startswith("_")}
+    for name, declared in methods.items():
+        built = inspect.signature(getattr(_length_records.LengthRecords, name))
+        assert same_parameters(stub_parameters(declared), built_parameters(built)), name

@@ -179,6 +179,37 @@ def test_device_cache_writes_and_gathers(monkeypatch: pytest.MonkeyPatch, dtype:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_moved_tokens_keep_their_values_and_scales(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: str
+) -> None:
+    """Sources are read before targets are written: 17 goes to 16, and what 17 gets is the old 19."""
+    cache = make_device_cache(monkeypatch, dtype, device=device)
+    rows = torch.randn(2, 80, 3, 6, device=device)
+    for layer in range(2):
+        cache.write(layer, rows[0], rows[1], np.arange(80, dtype=np.int64))
+    before = [cache.gather(layer, np.arange(5, dtype=np.int32), 80) for layer in range(2)]
+    cache.move_tokens(np.array([17, 19, 70], np.int64), np.array([16, 17, 2], np.int64))
+    for layer, old in enumerate(before):
+        new = cache.gather(layer, np.arange(5, dtype=np.int32), 80)
+        moved = [*range(80)]
+        moved[16], moved[17], moved[2] = 17, 19, 70
+        assert torch.equal(new, old[:, :, moved])
+
+
+def test_tokens_move_in_layers_of_every_shape() -> None:
+    cache = KVCache(
+        num_layers=3, num_pages=2, num_kv_heads=2, page_size=4, head_dim=8, shapes=[(2, 8), (1, 16), (2, 8)]
+    )
+    for layer in range(3):
+        cache.pages(layer).copy_(torch.arange(8).view(2, 1, 1, 4, 1).float() + 10 * layer)
+    cache.move_tokens(np.array([7], np.int64), np.array([1], np.int64))
+    for layer in range(3):
+        places = cache.gather(layer, np.arange(2, dtype=np.int32), 8)[0, 0, :, 0] - 10 * layer
+        assert places.tolist() == [0, 7, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_fp8_pages_carry_their_scales(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     cache = make_device_cache(monkeypatch, torch.float8_e4m3fn, device=device)
     cache.fill_poison()

@@ -32,9 +32,11 @@ SERVED = [
     (HYBRID, None, False, "hybrid-snapshot", "edgellm-hybrid"),
     (HYBRID, EAGLE, False, "hybrid-snapshot", "edgellm-hybrid"),
     (HYBRID, EAGLE, True, "hybrid-mtp", "edgellm-hybrid"),
+    (HYBRID, SHARED_KV, True, "hybrid-snapshot", "edgellm-hybrid"),
+    (HYBRID, SHARED_KV, False, "hybrid-snapshot", "edgellm-hybrid"),
 ]
 # Deployments that nothing serves, and no distribution would: a decoder they have no state for.
-UNSERVED = [(RECURRENT, EAGLE), (RECURRENT, SHARED_KV), (HYBRID, SHARED_KV)]
+UNSERVED = [(RECURRENT, EAGLE), (RECURRENT, SHARED_KV)]
 
 
 # What a plugin needs beside edgellm, and the module that registers where it is not `policy`.
@@ -137,7 +139,6 @@ def test_without_plugins_the_missing_distribution_is_named(kind, contract, specu
     [
         (BaseStateKind.PURE_RECURRENT, SpecReuseContract(True, 1)),
         (BaseStateKind.PURE_RECURRENT, SpecReuseContract(False, 0)),
-        (BaseStateKind.HYBRID, SpecReuseContract(False, 0)),
     ],
 )
 def test_what_no_distribution_serves_names_none(loaded, kind, contract):

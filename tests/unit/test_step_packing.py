@@ -57,6 +57,7 @@ def test_the_words_of_a_padded_step() -> None:
     assert step.past_len.tolist() == [0, 6, 0, 9, 3, 0, 0]
     assert step.lengths.tolist() == [3, 8, 0, 10, 4, 0, 0]
     assert step.logits_index.tolist() == [4, 8, 9, 0, 0, 0, 0]
+    assert step.checkpoint_start.tolist() == [-1] * 7
 
 
 def test_all_rows_as_context_rows() -> None:
@@ -65,13 +66,14 @@ def test_all_rows_as_context_rows() -> None:
         [(2, 0, [7, 8]), (3, 5, [9]), (1, 1, [4])], permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=2)
     )
     shape = StepShape(16, 4, 0, 4)
-    inputs.stage(batch, shape)
+    inputs.stage(batch, shape, np.array([0, -1, 2], np.int32))
     step = inputs.views(shape)
     assert step.token_ids.tolist() == [7, 8, 9, 4] + [0] * 12
     assert step.token_seq.tolist() == [0, 0, 1, 2] + [-1] * 12
     assert step.query_start.tolist() == [0, 2, 3, 4, 4]
     assert step.slots.tolist() == [2, 3, 1, -1]
     assert step.logits_index.tolist() == [1, 2, 3, 0]
+    assert step.checkpoint_start.tolist() == [0, -1, 2, -1]
 
 
 def test_a_step_of_padding_alone() -> None:
@@ -83,14 +85,14 @@ def test_a_step_of_padding_alone() -> None:
     inputs.stage_padding(shape)
     step = inputs.views(shape)
     assert step.token_seq.tolist() == [-1] * 4
-    assert step.slots.tolist() == [-1] * 3
+    assert step.slots.tolist() == step.checkpoint_start.tolist() == [-1] * 3
     for section in (step.token_ids, step.positions, step.query_start, step.past_len, step.lengths, step.logits_index):
         assert not section.any()
 
 
 def test_sections_start_at_multiples_of_sixteen_bytes() -> None:
     starts = section_starts(StepShape(5, 2, 2, 3))
-    assert starts == [0, 8, 16, 24, 28, 36, 40, 44, 48]
+    assert starts == [0, 8, 16, 24, 28, 36, 40, 44, 48, 52]
 
 
 def test_the_devices_table_equals_the_hosts_wherever_a_step_reads() -> None:

@@ -1,0 +1,88 @@
+"""`edgellm demo --hybrid`: a chat with a hybrid checkpoint, plain and with its head; and what it says without one."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from decoder_plugins import use_decoder_plugins
+from rich.console import Console
+from tiny_model import write_tiny_llama, write_tiny_qwen_hybrid
+
+from edgellm import cli, demo_hybrid
+
+
+@pytest.fixture(autouse=True)
+def plugins_of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_decoder_plugins(monkeypatch)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> tuple[io.StringIO, io.StringIO]:
+    """Standard output and standard error of the command line."""
+    texts = io.StringIO(), io.StringIO()
+    for name, text in zip(("out", "err"), texts, strict=True):
+        monkeypatch.setattr(cli, name, Console(file=text, width=200, soft_wrap=True, highlight=False))
+    return texts
+
+
+def run(*arguments: str) -> int:
+    """The exit code of `edgellm demo`."""
+    sys.argv = ["edgellm", "demo", *arguments]
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def argv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+
+
+def test_the_chat_is_the_same_with_the_head(tmp_path: Path, shown: tuple[io.StringIO, io.StringIO]) -> None:
+    folder = write_tiny_qwen_hybrid(tmp_path, max_position_embeddings=1024)
+    assert run("--hybrid", "--model", str(folder), "--max-tokens", "12", "--device", "cpu") == 0, shown[1].getvalue()
+    lines = shown[0].getvalue().splitlines()
+    assert "the texts are identical, token for token" in lines
+    rows = [line.split() for line in lines if len(line.split()) == 10 and line.strip().endswith("x")]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+    assert int(rows[0][2]) == int(rows[0][3]) == 0
+    assert all(int(row[2]) > 100 and int(row[3]) > 100 for row in rows[1:])
+    assert sum(int(row[5]) for row in rows) > 0
+
+
+def test_without_a_checkpoint_it_says_what_to_pass(
+    shown: tuple[io.StringIO, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_hybrid, "shipped_hybrid", lambda: None)
+    assert run("--hybrid") == 1
+    assert "no checkpoint of one is installed with edgellm-hybrid; pass --model with" in shown[1].getvalue()
+
+
+def test_the_shipped_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_plugin" / "model").mkdir(parents=True)
+    (tmp_path / "a_plugin" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(demo_hybrid, "PLUGIN", "a_plugin")
+    assert demo_hybrid.shipped_hybrid() is None
+    (tmp_path / "a_plugin" / "model" / "config.json").write_text("{}")
+    assert demo_hybrid.hybrid_model(None) == str(tmp_path / "a_plugin" / "model")
+    assert demo_hybrid.hybrid_model("mine") == "mine"
+    monkeypatch.setattr(demo_hybrid, "PLUGIN", "no_such_plugin")
+    assert demo_hybrid.shipped_hybrid() is None
+
+
+@pytest.mark.parametrize("kind", ["no-head", "no-hybrid"])
+def test_models_that_have_nothing_to_show(tmp_path: Path, shown: tuple[io.StringIO, io.StringIO], kind: str) -> None:
+    write = write_tiny_llama if kind == "no-hybrid" else write_tiny_qwen_hybrid
+    folder = write(tmp_path, **({} if kind == "no-hybrid" else {"mtp": False}))
+    assert run("--hybrid", "--model", str(folder), "--device", "cpu") == 1
+    reason = "attention-only" if kind == "no-hybrid" else "no multi-token prediction head"
+    assert reason in shown[1].getvalue()
+
+
+def test_two_demonstrations_at_once(shown: tuple[io.StringIO, io.StringIO]) -> None:
+    assert run("--hybrid", "--speculative") == 1
+    assert "pass one of them" in shown[1].getvalue()
