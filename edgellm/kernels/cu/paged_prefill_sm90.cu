@@ -22,8 +22,10 @@ constexpr int kGroupRows = 64;
 constexpr int kSm90Rows = kConsumers * kGroupRows;
 constexpr int kSm90Threads = (kConsumers + 1) * kGroupThreads;
 constexpr int kPlacesDeep = 2;  // tiles of keys, and of values, in shared memory
-constexpr int kLoaderRegisters = 72;
-constexpr int kConsumerRegisters = 216;
+template <int D>
+constexpr int kLoaderRegisters = D == 256 ? 56 : 72;
+template <int D>
+constexpr int kConsumerRegisters = D == 256 ? 224 : 216;
 
 // Shared memory: places for query rows, places for key and value tiles in turn, all as panels of 64 columns; barriers
 // (two for each place, full and empty); what the items are, two records in turn; with segments the sums of those done,
@@ -82,9 +84,10 @@ struct Sm90Block {
   __device__ __forceinline__ u32 empty(int place) const { return full(place) + 8; }
   __device__ __forceinline__ u32 query_full(int place) const { return full(Layout::kPlaces + place); }
   __device__ __forceinline__ u32 query_empty(int place) const { return query_full(place) + 8; }
-  __device__ __forceinline__ Item* record(int turn) const {
+  // Two in turn, also where there is one place for query rows; `parity`: that of the place's barrier for who reads.
+  __device__ __forceinline__ Item* record(int place, u32 parity) const {
     static_assert(Layout::kRecords + 2 * sizeof(Item) <= Layout::kTotals, "the records overlap the sums");
-    return reinterpret_cast<Item*>(shared + Layout::kRecords) + turn;
+    return reinterpret_cast<Item*>(shared + Layout::kRecords) + (Layout::kQueryPlaces == 2 ? place : parity);
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -100,8 +103,11 @@ struct Sm90Block {
 
   // ---- the loading warpgroup ----
 
+  // Of `tiles` row tiles.
+  __device__ __forceinline__ int num_items(int tiles) const { return p.num_kv_heads * tiles * splits_for(p, tiles); }
+
   // The index-th item of the batch, of `tiles` row tiles; false if there is none.
-  __device__ __forceinline__ bool find_item(int index, int tiles, int splits, Item& item) const {
+  __device__ __forceinline__ bool find_item(int index, int tiles, Item& item) const {
     item.head = index % p.num_kv_heads;
     index /= p.num_kv_heads;
     item.part = index / tiles;
@@ -111,7 +117,7 @@ struct Sm90Block {
     item.tile_row = row_tile * kSm90Rows;
     const int last_row = min(item.tile_row + kSm90Rows, item.rows.tokens * p.group) - 1;
     const KeyRange range = key_range(p, item.rows, item.tile_row / p.group, last_row / p.group);
-    const KeyParts parts = key_parts(p, range, splits);
+    const KeyParts parts = key_parts(p, range, splits_for(p, tiles));
     const int first_key = parts.base + item.part * parts.step;
     item.parts = parts.count;
     item.first_key = range.begin;
@@ -244,17 +250,16 @@ struct Sm90Block {
 
   __device__ __forceinline__ void load_all() const {
     RingStep step{0, 1}, query_step{0, 1};
-    int turn = 0;  // of the records
     u32 pending = 0;
-    const int tiles = uniform(count_row_tiles(p, kSm90Rows)), splits = splits_for(p, tiles);
-    const int blocks = gridDim.x, total = p.num_kv_heads * tiles * splits;
+    const int blocks = gridDim.x;
+    int tiles = uniform(count_row_tiles(p, kSm90Rows));
     Item item;
-    for (int round = 0; round * blocks < total; ++round) {
+    for (int round = 0; round * blocks < num_items(tiles); ++round) {
+      asm volatile("" : "+r"(tiles));  // what follows from it is computed again: registers are short
       const int index = round * blocks + (round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x);
-      if (index >= total || !find_item(index, tiles, splits, item)) continue;
+      if (index >= num_items(tiles) || !find_item(index, tiles, item)) continue;
       wait_for_room(query_empty(query_step.place), query_step.parity, pending);
-      if (threadIdx.x == 0) *record(turn) = item;
-      turn ^= 1;
+      if (threadIdx.x == 0) *record(query_step.place, query_step.parity ^ 1) = item;
       load_query(item, query(query_step.place));
       copies_issued(query_full(query_step.place), pending);
       query_step.advance(1, Layout::kQueryPlaces);
@@ -263,7 +268,7 @@ struct Sm90Block {
     cp_async_wait<0>();
     if (pending) publish(pending);
     barrier_wait(query_empty(query_step.place), query_step.parity);
-    if (threadIdx.x == 0) record(turn)->head = -1;
+    if (threadIdx.x == 0) record(query_step.place, query_step.parity ^ 1)->head = -1;
     barrier_arrive(query_full(query_step.place));
   }
 };
@@ -277,7 +282,6 @@ struct Sm90Consumer {
   const PagedPrefillParams& p;
   int group;  // which of the consumers
   RingStep keys, values, queries;
-  int turn;          // of the records
   const Item* item;  // in shared memory: registers are short
   int first_row;  // of the warpgroup, packed
   int common_begin, common_end;
@@ -542,8 +546,7 @@ struct Sm90Consumer {
 
   __device__ __forceinline__ bool next_item() {
     barrier_wait(block.query_full(queries.place), queries.parity);
-    item = block.record(turn);
-    turn ^= 1;
+    item = block.record(queries.place, queries.parity);
     if (uniform(item->head) < 0) return false;
     first_row = item->tile_row + group * kGroupRows;
     find_common_keys();
@@ -552,7 +555,6 @@ struct Sm90Consumer {
 
   __device__ __forceinline__ void run() {
     keys = {0, 0}, values = {1, 0}, queries = {0, 0};
-    turn = 0;
     first_turn();
     while (next_item()) {
       attend();
@@ -622,10 +624,10 @@ __global__ void __launch_bounds__(kSm90Threads, 1) paged_prefill_sm90(const __gr
   block.init_barriers();
   const int warpgroup = uniform(threadIdx.x / kGroupThreads);
   if (warpgroup == 0) {
-    leave_registers<kLoaderRegisters>();
+    leave_registers<kLoaderRegisters<D>>();
     block.load_all();
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers<kConsumerRegisters<D>>();
     Sm90Consumer<T, D, kSegments> consumer{block, p, warpgroup - 1};
     consumer.run();
     let_next_kernel_start();
