@@ -27,18 +27,11 @@ from edgellm.streaming import StreamChannel
 from edgellm.testing.recount import recount
 from edgellm.testing.scripted_session import Script, ScriptedRuntime
 
+pytestmark = pytest.mark.usefixtures("interrupts_arrive")
 WAIT = 20
 PROMPT = [10, 20, 30, 40, 50]
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def interrupts_arrive() -> Iterator[None]:
-    """A job that a shell started in the background ignores SIGINT, and Python then leaves it so."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -69,7 +62,7 @@ def main_waits() -> bool:
     while frame is not None:
         names.append(frame.f_code.co_name)
         frame = frame.f_back
-    return names[0] == "wait" and bool({"get", "wait_pop", "shutdown"} & set(names))
+    return names[0] == "_acquire_in_slices" and bool({"get", "wait_pop", "shutdown"} & set(names))
 
 
 def interrupt_main_when(condition: Callable[[], bool]) -> threading.Thread:

@@ -17,6 +17,7 @@ from edgellm.engine.engine import RequestEngine, ShutdownMode
 from edgellm.testing.scripted_session import Script, ScriptedRuntime, letters
 from edgellm.waits import MAIN_THREAD_SLICE, Latch
 
+pytestmark = pytest.mark.usefixtures("interrupts_arrive")
 LONG = 10.0  # seconds that no test means to wait
 SOON = 5 * MAIN_THREAD_SLICE
 
