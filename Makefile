@@ -18,7 +18,7 @@ JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || ec
 COVERED := edgellm.cache,edgellm_eagle,edgellm_hybrid,edgellm_shared_kv,edgellm_template
 COVERAGE_TESTS := $(addprefix tests/unit/test_,cache_deployment.py cache_invariants.py checkpoint_plan.py common_state.py \
 	growth.py manager_view.py policy_faults_mended.py publication_helpers.py rank_session.py request_adapter.py) \
-	$(wildcard tests/unit/test_coordinator*.py) tests/policies/test_isolation.py plugins
+	$(wildcard tests/unit/test_coordinator*.py) tests/policies/test_isolation.py tests/e2e/test_device_drafts.py plugins
 
 .PHONY: help demo test dev build debug ends matrix lint unit coverage mutation kernels parity bench benchsmoke wheelcheck clean
 
