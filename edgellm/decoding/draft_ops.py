@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -207,10 +206,11 @@ class DeviceDraftOps(DraftOps):
         return out
 
     def gated(self, rows: torch.Tensor, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        out = rows.new_empty((len(rows), len(gate_up) // 2))
         if activation == GELU:
             gate, up = self.linear(rows, gate_up).chunk(2, dim=1)
-            return functional.gelu(gate, approximate="tanh").mul_(up)
-        out = rows.new_empty((len(rows), len(gate_up) // 2))
+            self._ops.gelu_mul(gate, up, out)
+            return out
         self._ops.gated(rows, gate_up, out, None, rows.new_empty((len(rows), len(gate_up))))
         return out
 

@@ -74,9 +74,7 @@ class DeviceDeltaNet:
         ops.delta_gates(a, b, self._rate, self._dt_bias, buffers["decay"], buffers["beta"])
         recalled = buffers["recalled"]
         self._recall(recalled, state, buffers)
-        heads = recalled.view(-1, delta.value_dim)
-        ops.rms_norm(heads, self._norm, self._eps, heads)
-        ops.gate_(recalled, z, silu=True)
+        ops.gated_norm(recalled, z, self._norm, self._eps, recalled)
         ops.linear(recalled, self._out, stream, residual=stream)
 
     def _recall(self, out: torch.Tensor, state: DeviceState, buffers: StepBuffers) -> None:

@@ -81,6 +81,7 @@ class DeviceOps:
     scatter_state: Op
     choose_experts: Op
     experts: Op
+    gated_norm: Op
     gelu_mul: Op
     group_norm_gate: Op
     step_sizes: Op
@@ -132,6 +133,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
         scatter_state=_of_module("scatter_state", "scatter_state"),
         choose_experts=_of_module("choose_experts", "choose_experts"),
         experts=_of_module("experts", "experts"),
+        gated_norm=_of_module("gated_norm", "gated_norm"),
         gelu_mul=_of_module("gelu_mul", "gelu_mul"),
         group_norm_gate=_of_module("group_norm_gate", "group_norm_gate"),
         step_sizes=_of_module("step_sizes", "step_sizes"),
@@ -151,6 +153,7 @@ def reference_ops() -> DeviceOps:
         embedding,
         experts,
         gated_delta,
+        gated_norm,
         gates,
         gelu_mul,
         group_norm_gate,
@@ -191,6 +194,7 @@ def reference_ops() -> DeviceOps:
         scatter_state=scatter_state.scatter_state,
         choose_experts=choose_experts.choose_experts,
         experts=experts.experts,
+        gated_norm=gated_norm.gated_norm,
         gelu_mul=gelu_mul.gelu_mul,
         group_norm_gate=group_norm_gate.group_norm_gate,
         step_sizes=step_sizes.step_sizes,

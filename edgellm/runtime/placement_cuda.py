@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from edgellm.errors import InvalidArgumentError, UnsupportedModelError
+from edgellm.errors import InvalidArgumentError
 from edgellm.kernels.cu.paged_attention_exact import HEAD_DIM_STEP, MAX_HEAD_DIM
 from edgellm.kernels.cu.prefill_operands import MAX_GROUP
 from edgellm.log import get_logger
@@ -173,10 +173,7 @@ def check_model(config: ModelConfig, dtype: torch.dtype, *, deterministic: bool 
 
     Raises:
         InvalidArgumentError: names the heads or the width, and what works.
-        UnsupportedModelError: the model's family has no graph on the device.
     """
-    if not hasattr(family_of(config.architecture), "build_device_graph"):
-        raise UnsupportedModelError(f"{config.architecture.value} models run on the CPU only; pass device='cpu'")
     for layer in dict.fromkeys(config.kv_layers):
         if layer.head_dim % HEAD_DIM_STEP or layer.head_dim > MAX_HEAD_DIM:
             raise InvalidArgumentError(
