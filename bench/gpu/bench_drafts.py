@@ -1,9 +1,10 @@
 """Milliseconds of a round of an EAGLE-3 head of an 8B model: captured, launched one by one, and the time of its bytes.
 
-A round writes the entries of three accepted tokens a sequence and proposes chains; it ends when the host has the
-chains.  `bytes` is the time in which the head's weights are read as often as a round reads them.
+A round writes the entries of three accepted tokens a sequence and proposes chains, or with --top-k tables of trees of
+so many levels; it ends when the host has them.  `bytes` is the time in which the head's weights are read as often as a
+round reads them.
 
-    python bench/gpu/bench_drafts.py [--rows 1 8 64] [--drafts 4]
+    python bench/gpu/bench_drafts.py [--rows 1 8 64] [--drafts 4] [--top-k 1]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from edgellm.decoding.chain import KeptRow
 from edgellm.decoding.device_drafts import DevicePasses
+from edgellm.decoding.device_trees import DeviceTreePasses
 from edgellm.decoding.draft_ops import DeviceDraftOps
 from edgellm.decoding.draft_passes import DraftEntries
 from edgellm.models.config import ModelConfig, RopeConfig
@@ -72,14 +74,19 @@ def random_weights() -> HeadWeights:
 class Rounds:
     """A head, and so many sequences that have read their prompts."""
 
-    def __init__(self, weights: HeadWeights, rows: int, drafts: int) -> None:
+    def __init__(self, weights: HeadWeights, rows: int, drafts: int, top_k: int) -> None:
         device, ops = CudaDevice("cuda"), cuda_ops()
         executor: Any = SimpleNamespace(device=device, ops=ops, table_shape=(rows, PAGES))
         head = Eagle3Head(CONFIG, weights, DeviceDraftOps(ops, device.torch_device))
         kv_cache = KVCache.for_model(
             CONFIG, num_pages=rows * PAGES, page_size=PAGE, dtype=torch.bfloat16, device=device.torch_device
         )
-        self.passes = DevicePasses(head, kv_cache, executor, drafts)
+        if top_k > 1:
+            self.passes: Any = DeviceTreePasses(head, kv_cache, executor, top_k, drafts)
+            self._propose = self.passes.tables
+        else:
+            self.passes = DevicePasses(head, kv_cache, executor, drafts)
+            self._propose = self.passes.chains
         self._slots, self._drafts = list(range(rows)), drafts
         self._table = np.arange(rows * PAGES, dtype=np.int32).reshape(rows, PAGES)
         self._hidden = torch.randn((PROMPT, head.hidden_width), dtype=torch.bfloat16, device="cuda")
@@ -91,7 +98,7 @@ class Rounds:
         self.passes.hold([self._kept(slot, ACCEPTED, ACCEPTED * slot) for slot in self._slots])
         self._write(self._slots, PROMPT, ACCEPTED)
         past = [PROMPT + ACCEPTED] * len(self._slots)
-        self.passes.chains(self._slots, past, [self._drafts] * len(self._slots), self._table)
+        self._propose(self._slots, past, [self._drafts] * len(self._slots), self._table)
 
     def _kept(self, slot: int, count: int, first: int) -> KeptRow:
         inputs = np.zeros(count, np.int32)
@@ -123,11 +130,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--top-k", type=int, default=1)
     options = parser.parse_args()
     weights = random_weights()
-    print(f"EAGLE-3, 8B, bfloat16, {options.drafts} drafts; ms a round; {torch.cuda.get_device_name()}")
+    what = f"{options.drafts} drafts" if options.top_k == 1 else f"{options.drafts} levels of {options.top_k}"
+    print(f"EAGLE-3, 8B, bfloat16, {what}; ms a round; {torch.cuda.get_device_name()}")
     for rows in options.rows:
-        rounds = Rounds(weights, rows, options.drafts)
+        rounds = Rounds(weights, rows, options.drafts, options.top_k)
         rounds.run()
         captured = wall_ms(rounds)
         rounds.passes._staging._runner = EagerRunner()
