@@ -1,4 +1,4 @@
-"""`python -m training <stage>`: prepare, generate, train, evaluate, join.  See README.md for the order."""
+"""`python -m training <stage>`: prepare, generate, train, evaluate, join, ship.  See README.md for the order."""
 
 from __future__ import annotations
 
@@ -120,6 +120,13 @@ def _join(options: argparse.Namespace) -> None:
     parts.unpack(archive, options.to)
     archive.unlink()
     say(f"{options.to}: {', '.join(sorted(path.name for path in options.to.iterdir()))}")
+
+
+def _ship(options: argparse.Namespace) -> None:
+    from training.ship import ship
+
+    for path in ship(options.name, options.export or options.work / options.name / "export"):
+        say(f"{path}, {path.stat().st_size:,} bytes")
 
 
 def _target(options: argparse.Namespace) -> Llama:
@@ -256,6 +263,11 @@ def _parser() -> argparse.ArgumentParser:
     joined.add_argument("name", choices=("eagle", "assistant", "hybrid"))
     joined.add_argument("to", type=Path, help="the folder to make")
     joined.set_defaults(run=_join)
+    shipped = stages.add_parser("ship", help="an exported folder into the package of the plugin that brings it")
+    shipped.add_argument("name", choices=("eagle", "assistant", "hybrid"))
+    shipped.add_argument("--export", type=Path, help="exported folder; the work folder's own otherwise")
+    shipped.add_argument("--work", type=Path, default=WORK, help="where everything lies")
+    shipped.set_defaults(run=_ship)
     return parser
 
 
