@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
+# The large installations show pip's own lines and bars: minutes of silence look like a fault.
+PIP_SHOWN := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 # -qq: errors only; a machine with several package indexes warns about each one that lacks a package.
-PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := $(PIP_SHOWN) -qq
 # Each plugin is a distribution of its own; editable here, so that `edgellm plugins` lists them.
 PLUGIN_PROJECTS := $(sort $(wildcard plugins/*/pyproject.toml))
 EDITABLE_PLUGINS := $(patsubst %/pyproject.toml,-e ./%,$(PLUGIN_PROJECTS))
@@ -42,13 +44,15 @@ $(PY):
 
 # The run-time environment: what a user gets, from this source tree.
 $(VENV)/.run: $(SOURCES) | $(PY)
-	@echo "installing edgellm and its plugins into $(VENV) (pip is quiet; about two minutes the first time)"
-	$(PIP_INSTALL) -e . $(EDITABLE_PLUGINS)
+	@echo "installing edgellm and its plugins into $(VENV): the first time pip downloads PyTorch and transformers and compiles"
+	@echo "edgellm's extensions, which takes 3 minutes on a fast machine and 15 or more on a busy one"
+	$(PIP_SHOWN) -e . $(EDITABLE_PLUGINS)
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(PY)
-	@echo "installing edgellm, its plugins and the development tools into $(VENV) (pip is quiet; about three minutes the first time)"
-	$(PIP_INSTALL) -e ".[dev]" $(EDITABLE_PLUGINS)
+	@echo "installing edgellm, its plugins and the development tools into $(VENV): 4 minutes the first time, 15 or more on a"
+	@echo "busy machine"
+	$(PIP_SHOWN) -e ".[dev]" $(EDITABLE_PLUGINS)
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run

@@ -11,13 +11,15 @@ from edgellm import envs
 from edgellm.argument_check import check_flag
 from edgellm.cache.deployment import SPEC_REUSE_CONTRACTS, check_support
 from edgellm.cache.types import DeploymentConfig
+from edgellm.decoder_choice import check_decoder, decoder_kind
 from edgellm.decoding.options import DecoderContext, SpeculativeOptions, speculative_options
 from edgellm.engine.config import EngineConfig, SchedulingOptions
 from edgellm.errors import InvalidArgumentError, UnsupportedModelError
 from edgellm.fetch import expand_home, resolve_model
-from edgellm.memory import MemoryBudget
+from edgellm.memory import MemoryBudget, count, pool_remedy, with_write_ahead
 from edgellm.prompts import PromptLimits
 from edgellm.runtime.placement import KV_DTYPES, DraftSizes, PlacementOptions
+from edgellm.shipped import models_of
 
 if TYPE_CHECKING:
     import os
@@ -137,8 +139,9 @@ def assemble(
     """Fetch, load and connect everything.
 
     Raises:
-        InvalidArgumentError, FetchError, UnsupportedModelError, WeightFileError: see `LLM`.
+        InvalidArgumentError, FetchError, UnsupportedModelError, WeightFileError, PluginError: see `LLM`.
     """
+    from edgellm.plugins import load_plugins
     from edgellm.runtime.placement import place
     from edgellm.runtime.torch_state import plain_torch
     from edgellm.tokenization.tokenizer import load_tokenizer
@@ -146,37 +149,39 @@ def assemble(
     envs.cpu_isa_limit()  # the kernels read the variable themselves and take nonsense for no limit
     with plain_torch():
         placement = place(options.device, options.placement_options())
-        path = resolve_model(options.model, on_progress=on_fetch)
+        plugins = load_plugins()
+        path = resolve_model(options.model, on_progress=on_fetch, shipped=models_of(plugins.shipped))
+        check_decoder(path, speculative_options(options.speculative), plugins)
         model = placement.load_model(path, on_load)
         tokenizer = load_tokenizer(path if options.tokenizer is None else expand_home("tokenizer", options.tokenizer))
-        return connect(options, placement, model, tokenizer)
+        return connect(options, placement, model, tokenizer, plugins)
 
 
-def connect(options: LoadOptions, placement: Placement, model: LoadedModel, tokenizer: Any) -> Parts:
+def connect(
+    options: LoadOptions, placement: Placement, model: LoadedModel, tokenizer: Any, plugins: Plugins | None = None
+) -> Parts:
     """A running runtime from a loaded model.
 
     Args:
         placement: where `model` is.
         tokenizer: `edgellm.tokenization.tokenizer.Tokenizer` or anything with its methods.
+        plugins: what was loaded; None loads it.
     Raises:
         InvalidArgumentError: the pool does not fit, or the options do not go with the model.
     """
     from edgellm.plugins import load_plugins
     from edgellm.runtime.rank_runtime import LLMRankRuntime
 
-    plugins = load_plugins()
+    plugins = load_plugins() if plugins is None else plugins
     max_model_len = _choose_max_model_len(options, model)
     kind, decoder = _build_decoder(options, model, plugins, max_model_len)
-    draft = DraftSizes(
-        decoder.draft_bytes_per_page(),
-        decoder.boundary_hidden_width(),
-        decoder.required_kv_headroom().base_extra_tokens if decoder.is_speculative else 1,
-    )
+    draft = _draft_sizes(options, decoder)
     budget = placement.size_pool(model, max_model_len, draft)
+    _check_pool(budget)
     deployment = DeploymentConfig(
         max_batch_size=options.max_batch_size,
         max_input_length=max_model_len,
-        max_kv_capacity=max_model_len,
+        max_kv_capacity=max_model_len + draft.write_ahead,
         page_size=budget.page_size,
         num_pages=budget.num_pages,
         num_draft_pages=budget.num_pages if draft.bytes_per_page else 0,
@@ -203,8 +208,8 @@ def connect(options: LoadOptions, placement: Placement, model: LoadedModel, toke
         limits=PromptLimits(
             vocab_size=executor.vocab_size,
             max_model_len=max_model_len,
-            pool_tokens=budget.tokens if budget.num_pages else options.max_batch_size * max_model_len,
-            headroom_tokens=runtime.geometry.headroom.base_extra_tokens,
+            pool_tokens=budget.tokens or options.max_batch_size * deployment.max_kv_capacity,
+            headroom_tokens=draft.write_ahead + 1,
             model_context=model.config.max_positions,
         ),
         memory_budget=budget,
@@ -225,7 +230,7 @@ def _build_decoder(
     from edgellm.plugin_guard import build_decoder
 
     speculative = speculative_options(options.speculative)
-    kind = "vanilla" if speculative is None else speculative.decoder
+    kind = decoder_kind(speculative)
     if kind in SPEC_REUSE_CONTRACTS:
         check_support(model.config.base_state_kind, kind)
     context = DecoderContext(
@@ -235,6 +240,7 @@ def _build_decoder(
         page_size=options.page_size,
         max_batch_size=options.max_batch_size,
         max_model_len=max_model_len,
+        shipped=tuple(plugins.shipped),
     )
     decoder = build_decoder(plugins.choose_decoder(kind), context)
     if speculative is not None and speculative.top_k > 1 and not decoder.capabilities().trees:
@@ -242,17 +248,47 @@ def _build_decoder(
     return kind, decoder
 
 
+def _draft_sizes(options: LoadOptions, decoder: DecodingStrategy) -> DraftSizes:
+    headroom = decoder.required_kv_headroom()
+    return DraftSizes(
+        bytes_per_page=decoder.draft_bytes_per_page(),
+        hidden_width=decoder.boundary_hidden_width(),
+        verify_tokens=headroom.base_extra_tokens if decoder.is_speculative else 1,
+        trees=_wants_trees(options),
+        device_bytes=decoder.device_bytes,
+        write_ahead=headroom.write_ahead,
+    )
+
+
+def _check_pool(budget: MemoryBudget) -> None:
+    """
+    Raises:
+        InvalidArgumentError: no prompt would ever be taken.
+    """
+    ahead = budget.write_ahead
+    if 0 < budget.tokens < 2 + ahead:
+        raise InvalidArgumentError(
+            f"the KV pool holds {count(budget.tokens, 'token')}, and "
+            f"{with_write_ahead('a prompt and an answer of 1 token each', ahead)} need {2 + ahead}; "
+            f"{pool_remedy(ahead)}"
+        )
+
+
 def _check_takes_trees(options: LoadOptions, executor: Executor) -> None:
     """
     Raises:
-        UnsupportedModelError: the decoder is to propose trees, and the device verifies chains alone.
+        UnsupportedModelError: the decoder is to propose trees, and the executor verifies chains alone.
     """
     speculative = speculative_options(options.speculative)
     if speculative is not None and speculative.top_k > 1 and not hasattr(executor, "commit_rows"):
         raise UnsupportedModelError(
-            f"top_k is {speculative.top_k}, and {executor.device.name} verifies chains only for now; pass top_k=1, or "
-            "device='cpu'"
+            f"top_k is {speculative.top_k}, and {type(executor).__name__} verifies chains only; pass top_k=1"
         )
+
+
+def _wants_trees(options: LoadOptions) -> bool:
+    speculative = speculative_options(options.speculative)
+    return speculative is not None and speculative.top_k > 1
 
 
 def _choose_max_model_len(options: LoadOptions, model: LoadedModel) -> int:

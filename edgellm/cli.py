@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from edgellm.decoding.options import SpeculativeOptions
     from edgellm.llm import LLM
     from edgellm.outputs import RequestOutput
+    from edgellm.plugins import Plugins
     from edgellm.sampling.params import SamplingParams
 
 app = typer.Typer(
@@ -43,8 +45,24 @@ out = Console(soft_wrap=True, highlight=False, markup=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 TIME_DECIMALS = 3
+PLAIN_DECODER = "vanilla"
+DRAFT_OPTIONS = {
+    "draft": "--draft",
+    "num_drafts": "--num-drafts",
+    "top_k": "--draft-top-k",
+    "depth": "--draft-depth",
+}
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Hugging Face folder, .gguf file or a known name.")]
+DemoModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Hugging Face folder, .gguf file or a known name; "
+        f"default: {DEFAULT_MODEL}, with --hybrid edgellm-hybrid-7m.",
+    ),
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or (on CUDA) float16.")]
 KvDtypeOption = Annotated[str, typer.Option(help="Element type of the KV pool: auto or (on CUDA) fp8.")]
@@ -62,8 +80,16 @@ SpeculativeOption = Annotated[
     str | None,
     typer.Option(help="Decode speculatively: prompt_lookup, eagle, mtp, or another installed decoder's kind."),
 ]
-DraftOption = Annotated[str | None, typer.Option(help="Folder of the draft model that the decoder needs.")]
+DraftOption = Annotated[
+    str | None, typer.Option(help="Folder of the draft model; left out, the one that a plugin brings for this model.")
+]
 NumDraftsOption = Annotated[int | None, typer.Option(help="Most tokens proposed in a round.")]
+DraftTopKOption = Annotated[
+    int, typer.Option(help="1 proposes chains; 2 to 8 trees (eagle): so many tokens are considered behind each.")
+]
+DraftDepthOption = Annotated[
+    int | None, typer.Option(help="Longest way through a tree, 1 to 15; needs --draft-top-k of 2 or more.")
+]
 PageSizeOption = Annotated[int, typer.Option(help="Tokens a page.")]
 MaxLenOption = Annotated[int | None, typer.Option(help="Most tokens of one sequence; default: the model's context.")]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
@@ -135,6 +161,8 @@ def generate(
     speculative: SpeculativeOption = None,
     draft: DraftOption = None,
     num_drafts: NumDraftsOption = None,
+    draft_top_k: DraftTopKOption = 1,
+    draft_depth: DraftDepthOption = None,
     max_tokens: MaxTokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -146,7 +174,7 @@ def generate(
     """Answer one prompt; with --raw, continue it as it is (for a model without a chat template)."""
     text = sys.stdin.read() if prompt == "-" else prompt
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
-    spec = parse_speculative(speculative, draft, num_drafts)
+    spec = parse_speculative(speculative, draft, num_drafts, draft_top_k, draft_depth)
     choice = ModelChoice(model, device, dtype, kv_dtype, deterministic, kv_budget, page_size, max_model_len, spec)
     request: Any = [{"role": "user", "content": text}] if chat_template else text
     with open_llm(choice) as llm:
@@ -178,6 +206,8 @@ def chat(
     speculative: SpeculativeOption = None,
     draft: DraftOption = None,
     num_drafts: NumDraftsOption = None,
+    draft_top_k: DraftTopKOption = 1,
+    draft_depth: DraftDepthOption = None,
     max_tokens: MaxTokensOption = 512,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -192,7 +222,7 @@ def chat(
     conversation.
     """
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
-    spec = parse_speculative(speculative, draft, num_drafts)
+    spec = parse_speculative(speculative, draft, num_drafts, draft_top_k, draft_depth)
     choice = ModelChoice(model, device, dtype, kv_dtype, deterministic, kv_budget, page_size, max_model_len, spec)
     with open_llm(choice) as llm:
         require_chat_template(llm, "use edgellm generate --raw for it")
@@ -205,28 +235,33 @@ def chat(
 @app.command()
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Most tokens an answer.")] = 40,
-    model: ModelOption = DEFAULT_MODEL,
+    model: DemoModelOption = None,
     device: DeviceOption = "auto",
     kv_budget: KvBudgetOption = "8192",
     speculative: Annotated[
-        bool, typer.Option("--speculative", help="Show prompt lookup instead: the same text from fewer steps.")
+        bool,
+        typer.Option("--speculative", help="Show speculation instead, with every draft there is: the same text."),
     ] = False,
     hybrid: Annotated[
         bool, typer.Option("--hybrid", help="Show a hybrid model instead, and its multi-token prediction head.")
     ] = False,
 ) -> None:
-    """A four-turn chat over a 2,000-token document, without and with context reuse."""
+    """Three demonstrations, of which the first is a four-turn chat over a 2,000-token document, cold and warm.
+
+    --speculative answers tasks plainly and with every draft there is, --hybrid holds a chat with a hybrid model plainly
+    and with its prediction head.  Both compare two ways side by side: the model is in memory twice.
+    """
     from edgellm.demo import run_demo
 
     if speculative and hybrid:
         raise InvalidArgumentError("--speculative and --hybrid are two demonstrations; pass one of them")
     # float32 everywhere: the answers with and without reuse are compared token by token.
-    choice = ModelChoice(model, device=device, dtype="float32", kv_budget=kv_budget)
+    choice = ModelChoice(model or DEFAULT_MODEL, device=device, dtype="float32", kv_budget=kv_budget)
     if speculative:
         _speculative_demo(choice, max_tokens)
         return
     if hybrid:
-        _hybrid_demo(choice, max_tokens)
+        _hybrid_demo(choice, model, max_tokens)
         return
     with open_llm(choice) as llm:
         require_chat_template(llm, "the demo is a chat; choose another model")
@@ -236,16 +271,17 @@ def demo(
 
 
 def _speculative_demo(choice: ModelChoice, max_tokens: int) -> None:
-    from edgellm.demo_speculative import run_speculative_demo
+    from edgellm.demo_speculative import run_speculative_demo, shipped_drafts
 
-    if not run_speculative_demo(_opener(choice), out, max_tokens=max_tokens):
+    find_drafts = partial(shipped_drafts, choice.model)
+    if not run_speculative_demo(_opener(choice), out, max_tokens=max_tokens, find_drafts=find_drafts):
         raise typer.Exit(1)
 
 
-def _hybrid_demo(choice: ModelChoice, max_tokens: int) -> None:
+def _hybrid_demo(choice: ModelChoice, given: str | None, max_tokens: int) -> None:
     from edgellm.demo_hybrid import hybrid_model, run_hybrid_demo
 
-    model = hybrid_model(None if choice.model == DEFAULT_MODEL else choice.model)
+    model = hybrid_model(given)
     if not run_hybrid_demo(_opener(replace(choice, model=model)), out, max_tokens=max_tokens):
         raise typer.Exit(1)
 
@@ -286,7 +322,8 @@ def doctor(
 
 @app.command()
 def plugins() -> None:
-    """List plugins: name, version, API range, what they register, status; then the order in which they are asked."""
+    """List plugins: name, version, API range, what they register, status; then the order in which they are asked, and
+    the kinds of decoders that --speculative takes."""
     from edgellm.plugins import PluginStatus, load_plugins
 
     loaded = load_plugins(strict=False)
@@ -301,14 +338,11 @@ def plugins() -> None:
         hooks = "\n".join(hook.rsplit("_", 1)[-1] for hook in report.hooks) or "nothing"
         table.add_row(report.name, report.distribution, report.version, api, hooks, Text(report.status.value, style))
     out.print(table)
-    asked = {
-        "policies": [(policy.name, policy.priority) for policy in loaded.policies],
-        "decoders": [(decoder.name, decoder.priority) for decoder in loaded.decoders],
-    }
-    for what, entries in asked.items():
-        in_order = sorted(entries, key=lambda entry: -entry[1])
-        shown = ", ".join(f"{name} ({priority})" for name, priority in in_order)
-        out.print(f"{what}, the first that serves a request (priority): {shown}")
+    for line in _order_of_asking(loaded):
+        out.print(line)
+    for each in loaded.shipped:
+        what = "a model" if each.target is None else f"a draft for {each.target.name}, decoder {each.decoder}"
+        out.print(f"{each.name}: {what}, {'present' if each.is_present else f'no files; {each.remedy}'}")
     for report in reports:
         if report.reason:
             out.print(f"{report.name}: {report.reason}")
@@ -317,6 +351,20 @@ def plugins() -> None:
 
 
 # ---- pieces -------------------------------------------------------------------------------------------
+
+
+def _order_of_asking(loaded: Plugins) -> list[str]:
+    """Lines that say which policy and decoder is taken, and which kinds of decoders there are to name."""
+    policies = sorted(loaded.policies, key=lambda policy: -policy.priority)
+    decoders = sorted(loaded.decoders, key=lambda decoder: -decoder.priority)
+    lines = [
+        "policies, the first that serves a request (priority): "
+        + ", ".join(f"{each.name} ({each.priority})" for each in policies),
+        "decoders, name [kind] (priority): "
+        + ", ".join(f"{each.name} [{each.kind}] ({each.priority})" for each in decoders),
+    ]
+    kinds = sorted({each.kind for each in decoders} - {PLAIN_DECODER})
+    return [*lines, f"kinds that speculative= and --speculative take: {', '.join(kinds)}"] if kinds else lines
 
 
 def _sampling(
@@ -346,7 +394,9 @@ def parse_kv_budget(text: str | None) -> int | float | str | None:
     return text
 
 
-def parse_speculative(decoder: str | None, draft: str | None, num_drafts: int | None) -> SpeculativeOptions | None:
+def parse_speculative(
+    decoder: str | None, draft: str | None, num_drafts: int | None, top_k: int = 1, depth: int | None = None
+) -> SpeculativeOptions | None:
     """`SpeculativeOptions` of the command line's options; None without a decoder.
 
     Raises:
@@ -355,11 +405,24 @@ def parse_speculative(decoder: str | None, draft: str | None, num_drafts: int | 
     from edgellm.decoding.options import SpeculativeOptions
 
     if decoder is not None:
-        return SpeculativeOptions(decoder=decoder, draft=draft, num_drafts=num_drafts)
-    for name, value in (("--draft", draft), ("--num-drafts", num_drafts)):
+        with in_options_of_drafts():
+            return SpeculativeOptions(decoder=decoder, draft=draft, num_drafts=num_drafts, top_k=top_k, depth=depth)
+    given = {"draft": draft, "num_drafts": num_drafts, "top_k": None if top_k == 1 else top_k, "depth": depth}
+    for name, value in given.items():
         if value is not None:
-            raise InvalidArgumentError(f"{name} is {value!r} and --speculative is missing; name a decoder with it")
+            option = DRAFT_OPTIONS[name]
+            raise InvalidArgumentError(f"{option} is {value!r} and --speculative is missing; name a decoder with it")
     return None
+
+
+@contextmanager
+def in_options_of_drafts() -> Iterator[None]:
+    """Refusals that leave this block name the options of the command line, not the fields of `SpeculativeOptions`."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        fields = r"(?<!\S)(num_drafts|top_k|depth)(?=[ =])"  # words of a sentence, not parts of a path
+        raise InvalidArgumentError(re.sub(fields, lambda found: DRAFT_OPTIONS[found[0]], str(error))) from None
 
 
 @contextmanager
@@ -367,7 +430,11 @@ def open_llm(choice: ModelChoice) -> Iterator[LLM]:
     """Fetch and load with progress bars, show the memory budget, and close at the end."""
     with waiting(err, "importing torch"):
         from edgellm.llm import LLM
-    with fetch_progress(err, DEFAULT_MODEL) as on_fetch, load_progress(err) as on_load:
+    with (
+        fetch_progress(err, DEFAULT_MODEL) as on_fetch,
+        load_progress(err) as on_load,
+        in_options_of_drafts(),
+    ):
         llm = LLM(
             choice.model,
             device=choice.device,

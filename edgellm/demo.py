@@ -88,11 +88,19 @@ def turn_table(turns: list[Turn]) -> Table:
             str(turn.warm.reuse.reused_tokens),
             f"{cold.time_to_first_token_ms / 1000:.2f} s",
             f"{warm.time_to_first_token_ms / 1000:.2f} s",
-            f"{cold.time_to_first_token_ms / max(warm.time_to_first_token_ms, 0.001):.1f}x",
+            _faster(turn),
             f"{cold.tokens_per_second:.1f}",
             f"{warm.tokens_per_second:.1f}",
         )
     return table
+
+
+def _faster(turn: Turn) -> str:
+    """Cold over warm time to the first token; nothing where nothing was reused: both then did the same."""
+    if not turn.warm.reuse.reused_tokens:
+        return "-"
+    ratio = turn.cold.timings.time_to_first_token_ms / max(turn.warm.timings.time_to_first_token_ms, 0.001)
+    return f"{ratio:.1f}x"
 
 
 def first_token_bars(turns: list[Turn]) -> Text:

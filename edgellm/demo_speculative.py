@@ -1,7 +1,8 @@
-"""The second demonstration: answers that quote a document, decoded plainly and with prompt lookup."""
+"""The second demonstration: the same text from fewer steps, by prompt lookup and by the drafts that plugins bring."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from edgellm.demo import load_document
+from edgellm.demo_pairs import HEADINGS, LEGEND, Pair, ask_in_turns
 from edgellm.sampling.params import SamplingParams
-from edgellm.terminal import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,75 +21,99 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from edgellm.llm import LLM
-    from edgellm.outputs import RequestOutput
+    from edgellm.shipped import ShippedCheckpoint
 
     OpenLLM = Callable[[str | None], AbstractContextManager[LLM]]
 
-DECODER = "prompt_lookup"
+LOOKUP = "prompt_lookup"
 TASKS = (
     "Repeat the manual's first section word for word.",
     "Summarise the manual in its own words.",
     "Copy every sentence of the manual that names a number.",
 )
+# What drafts are trained on: answers of the model's own, to short prompts.
+QUESTIONS = (
+    "What does the word 'lighthouse' mean?",
+    "Explain to a child why ships need a compass.",
+    "List five facts about the sea.",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One task, without and with speculation."""
+def shipped_drafts(model: str) -> list[ShippedCheckpoint]:
+    """The drafts that plugins bring for a model, present or not; reads the headers of its files."""
+    from pathlib import Path
 
-    task: str
-    plain: RequestOutput
-    speculative: RequestOutput
+    from edgellm.fetch import resolve_model
+    from edgellm.models.loader import open_checkpoint
+    from edgellm.plugins import load_plugins
+    from edgellm.shipped import drafts_for, models_of
+
+    shipped = load_plugins().shipped
+    config, _ = open_checkpoint(Path(resolve_model(model, shipped=models_of(shipped))))
+    return drafts_for(shipped, config)
 
 
-def run_speculative_demo(open_llm: OpenLLM, console: Console, *, max_tokens: int) -> bool:
-    """Answer the tasks with either way of decoding and show the numbers.
+def run_speculative_demo(
+    open_llm: OpenLLM, console: Console, *, max_tokens: int, find_drafts: Callable[[], list[ShippedCheckpoint]]
+) -> bool:
+    """Answer tasks plainly and with prompt lookup, and questions with each draft there is, and show the numbers.
+
+    Both ways are open at a time: the model is in memory twice.
 
     Args:
         open_llm: called with the kind of a decoder, or None for plain decoding.
+        find_drafts: called once the model is there; see `shipped_drafts`.
     Returns:
         Whether every text is the same, token for token.
     """
     console.print("Three tasks about a lighthouse manual whose answers quote it.  Prompt lookup proposes what followed")
     console.print("the same words before, and the model checks several tokens in one step.\n")
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    plain = _answers(open_llm, None, params, console)
-    speculative = _answers(open_llm, DECODER, params, console)
-    answers = [Answer(*each) for each in zip(TASKS, plain, speculative, strict=True)]
-    for answer in answers:
-        console.print(Text(answer.task, style="bold cyan"))
-        console.print(Text(f"   {answer.speculative.text.strip()}\n"))
-    console.print(answer_table(answers))
-    same = all(answer.plain.token_ids == answer.speculative.token_ids for answer in answers)
+    demo = _Demo(console, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    with ExitStack() as held:
+        with open_llm(LOOKUP) as fast:  # first: a model that it does not go with is refused before weights are read
+            plain = held.enter_context(open_llm(None))
+            drafts = find_drafts()
+            same = demo.show(plain, fast, LOOKUP, {task: f"{load_document()}\n\n{task}" for task in TASKS})
+        present = [draft for draft in drafts if draft.is_present]
+        if present:
+            console.print("\nThree questions, answered from what the model knows: a draft trained for it proposes.\n")
+        for draft in present:
+            with open_llm(draft.decoder) as fast:
+                same &= demo.show(plain, fast, str(draft.decoder), {each: each for each in QUESTIONS})
+    for draft in drafts:
+        if not draft.is_present:
+            console.print(Text(f"not shown: {draft.missing()}; {draft.remedy}", style="yellow"))
     verdict = "the texts are identical, token for token" if same else "the texts DIFFER"
     console.print(Text(verdict, style="bold green" if same else "bold red"))
     return same
 
 
-def _answers(open_llm: OpenLLM, decoder: str | None, params: SamplingParams, console: Console) -> list[RequestOutput]:
-    with open_llm(decoder) as llm:
-        outputs = []
-        for number, task in enumerate(TASKS, start=1):
-            messages = [{"role": "user", "content": f"{load_document()}\n\n{task}"}]
-            with waiting(console, f"task {number}: {decoder or 'plain decoding'}"):
-                outputs += llm.chat(messages, params)
-        return outputs
+@dataclass(frozen=True, slots=True)
+class _Demo:
+    """How prompts are asked and shown.  Prompts are named by their tasks."""
+
+    console: Console
+    params: SamplingParams
+
+    def show(self, plain: LLM, fast: LLM, decoder: str, prompts: dict[str, str]) -> bool:
+        """Answer both ways and print texts and numbers; whether the texts are the same."""
+        pairs = []
+        for task, prompt in prompts.items():
+            messages = [{"role": "user", "content": prompt}]
+            pair = ask_in_turns(plain, fast, messages, self.params, self.console, task=f"{decoder}, {task}")
+            pairs.append(pair)
+            self.console.print(Text(task, style="bold cyan"))
+            self.console.print(Text(f"   {pair.fast.text.strip()}\n"))
+        self.console.print(answer_table(pairs, decoder))
+        self.console.print(Text(LEGEND, style="dim"))
+        return all(pair.same for pair in pairs)
 
 
-def answer_table(answers: list[Answer]) -> Table:
-    """Rate of either way, and what became of the proposals."""
-    table = Table(title="plain and speculative", title_justify="left", box=box.SIMPLE_HEAVY, padding=(0, 1, 0, 0))
-    for heading in ("task", "tokens", "proposed", "kept", "tok/s\nplain", "tok/s\nlookup", "faster"):
+def answer_table(pairs: list[Pair], decoder: str) -> Table:
+    """Steps and rate of either way, and what became of the proposals."""
+    table = Table(title=f"plain and {decoder}", title_justify="left", box=box.SIMPLE_HEAVY, padding=(0, 1, 0, 0))
+    for heading in ("task", *HEADINGS):
         table.add_column(heading, justify="right", no_wrap=True)
-    for number, answer in enumerate(answers, start=1):
-        plain, fast = answer.plain.timings.tokens_per_second, answer.speculative.timings.tokens_per_second
-        table.add_row(
-            str(number),
-            str(len(answer.speculative.token_ids)),
-            str(answer.speculative.proposed_draft_tokens),
-            str(answer.speculative.accepted_draft_tokens),
-            f"{plain:.1f}",
-            f"{fast:.1f}",
-            f"{fast / max(plain, 0.001):.2f}x",
-        )
+    for number, pair in enumerate(pairs, start=1):
+        table.add_row(str(number), *pair.cells())
     return table

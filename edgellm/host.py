@@ -92,7 +92,8 @@ class ModelHost(Uncopyable):
 
         Raises:
             InvalidArgumentError: an option is out of range, or the model path does not exist.
-            UnsupportedModelError, WeightFileError: the checkpoint is not supported, or damaged.
+            UnsupportedModelError, WeightFileError: the checkpoint or its draft is not supported, or damaged.
+            PluginError: a decoder or policy that the model needs is not installed, or at fault.
             FetchError: the default model could not be fetched.
         """
         options = LoadOptions(

@@ -19,6 +19,7 @@ class MemoryBudget:
         snapshot_slots: checkpoints of recurrent state that may be kept.
         snapshot_bytes: memory of all of them.
         state_bytes: live recurrent state of all seats.
+        write_ahead: positions behind `max_model_len` that a sequence needs room for; see `DecodingKvHeadroom`.
         beside: what else the deployment takes of the device's memory, in words; empty on the CPU.
     """
 
@@ -31,6 +32,7 @@ class MemoryBudget:
     snapshot_slots: int = 0
     snapshot_bytes: int = 0
     state_bytes: int = 0
+    write_ahead: int = 0
 
     @property
     def tokens(self) -> int:
@@ -43,7 +45,11 @@ class MemoryBudget:
     @property
     def full_length_sequences(self) -> float:
         """How many sequences of `max_model_len` tokens fit at once."""
-        return self.tokens / self.max_model_len
+        return self.tokens / self._sequence_tokens
+
+    @property
+    def _sequence_tokens(self) -> int:
+        return self.max_model_len + self.write_ahead
 
     def __str__(self) -> str:
         return self.describe()
@@ -68,13 +74,23 @@ class MemoryBudget:
         )
 
     def _sequences(self) -> str:
-        whole = self.tokens // self.max_model_len
+        whole = self.tokens // self._sequence_tokens
         return f"enough for {count(whole, 'sequence')}" if whole else "less than one sequence"
 
 
 def count(number: int, noun: str) -> str:
     """`1 page`, `2 pages`, `1,024 pages`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def with_write_ahead(what: str, write_ahead: int) -> str:
+    """`what`, and what speculation writes behind it where it does."""
+    return f"{what} and the {count(write_ahead, 'token')} that speculation writes ahead" if write_ahead else what
+
+
+def pool_remedy(write_ahead: int) -> str:
+    """What makes room for a sequence in the pool."""
+    return "raise kv_budget" + (", or propose less (num_drafts and top_k of speculative)" if write_ahead else "")
 
 
 def format_bytes(num_bytes: int) -> str:

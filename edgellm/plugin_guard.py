@@ -20,7 +20,7 @@ from edgellm.foreign import describe_error
 if TYPE_CHECKING:
     from edgellm.cache.coordinator import ContextCacheCoordinator
     from edgellm.cache.policy import PublicationPolicy
-    from edgellm.decoding.options import DecoderContext
+    from edgellm.decoding.options import DecoderChoice, DecoderContext
     from edgellm.plugins import DecoderRegistration, PolicyRegistration
 
 ResultT = TypeVar("ResultT")
@@ -55,6 +55,24 @@ def build_policy(registration: PolicyRegistration, coordinator: ContextCacheCoor
     )
     _check_name(registration, what, lambda: policy.name)
     return policy
+
+
+def check_fits(registration: DecoderRegistration, choice: DecoderChoice) -> None:
+    """Let the decoder refuse a model or options that it can tell from their configs.
+
+    Raises:
+        PluginError: its `fits` is broken.
+        EdgeLLMError: it refused (`CallerError`).
+    """
+    if registration.fits is None:
+        return
+    try:
+        registration.fits(choice)
+    except CallerError:
+        raise
+    except FOREIGN_ERRORS as error:
+        what = f"`fits` of decoder {registration.name!r}"
+        raise _fault(registration, f"{what} raised {describe_error(error)}") from error
 
 
 def build_decoder(registration: DecoderRegistration, context: DecoderContext | None = None) -> DecodingStrategy:

@@ -10,7 +10,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pluggy
 
@@ -20,6 +20,10 @@ from edgellm.errors import FOREIGN_ERRORS, InvalidArgumentError, PluginError
 from edgellm.foreign import describe_error
 from edgellm.hookspecs import API_VERSION, ENTRY_POINT_GROUP, HookSpecs
 from edgellm.log import get_logger
+from edgellm.shipped import CheckpointRegistrar, ShippedCheckpoint
+
+if TYPE_CHECKING:
+    from edgellm.decoding.options import DecoderChoice
 
 logger = get_logger(__name__)
 
@@ -48,6 +52,7 @@ class PluginReport:
     Attributes:
         api_range: lowest and highest API version the plugin states, or None when unknown.
         hooks: names of the hooks it implements.
+        distribution, version: of the package that brings it; empty for a name that no installed plugin has.
         reason: why it was skipped or failed; empty otherwise.
     """
 
@@ -58,6 +63,17 @@ class PluginReport:
     hooks: tuple[str, ...]
     status: PluginStatus
     reason: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """How an installed plugin that is left out comes to serve; empty where it serves."""
+        installed = f"package {self.distribution} is installed, and"
+        if self.status is PluginStatus.SKIPPED:
+            left_out = f"EDGELLM_PLUGINS leaves out its plugin {self.name!r}"
+            return f"{installed} {left_out}: add that name, or unset the variable"
+        if self.status is PluginStatus.FAILED:
+            return f"{installed} its plugin {self.name!r} is left out: {self.reason}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +90,7 @@ class PolicyRegistration:
 
 @dataclass(frozen=True, slots=True)
 class DecoderRegistration:
-    """One registered decoder.  `distribution` as in `PolicyRegistration`."""
+    """One registered decoder.  `distribution` as in `PolicyRegistration`; `fits` is asked before weights are read."""
 
     name: str
     factory: Callable[..., Any]
@@ -82,6 +98,7 @@ class DecoderRegistration:
     priority: int
     plugin: str
     distribution: str = "unknown"
+    fits: Callable[[DecoderChoice], None] | None = None
 
 
 RegistrationT = TypeVar("RegistrationT", PolicyRegistration, DecoderRegistration)
@@ -135,21 +152,45 @@ class DecoderRegistrar:
         self._known = list(known)
         self.added: list[DecoderRegistration] = []
 
-    def __call__(self, name: str, factory: Callable[..., Any], kind: str, priority: int = 0) -> None:
+    def __call__(
+        self,
+        name: str,
+        factory: Callable[..., Any],
+        kind: str,
+        priority: int = 0,
+        *,
+        fits: Callable[[DecoderChoice], None] | None = None,
+    ) -> None:
         """Register one decoder.
 
+        Args:
+            fits: called with a `DecoderChoice` before the model's weights are read; raises what the factory would
+                raise, where config and options alone tell.
         Raises:
             InvalidArgumentError: wrong types, or the name is taken.
         """
         _check_registration("decoder", name, factory, priority)
         if not isinstance(kind, str) or not kind:
             raise InvalidArgumentError(f"decoder {name!r} has kind {kind!r}; it must be non-empty text")
+        if fits is not None and not callable(fits):
+            raise InvalidArgumentError(f"decoder {name!r} has fits {fits!r}; it must be callable")
         _require_new_name("decoder", name, [*self._known, *self.added])
-        self.added.append(DecoderRegistration(name, factory, kind, priority, self._plugin, self._distribution))
+        self.added.append(DecoderRegistration(name, factory, kind, priority, self._plugin, self._distribution, fits))
 
 
 def _by_priority(registrations: Iterable[RegistrationT]) -> list[RegistrationT]:
     return sorted(registrations, key=lambda registration: -registration.priority)  # stable: first registered wins
+
+
+def how_to_get(distribution: str, reports: Iterable[PluginReport] = ()) -> str:
+    """What to do for what a distribution of ours registers, as an imperative without a full stop.
+
+    Args:
+        reports: of the plugins that are installed: one may only be left out.
+    """
+    remedies = (report.remedy for report in reports if report.distribution == distribution)
+    install = f"install package {distribution} (in the source tree of edgellm: pip install ./plugins/{distribution})"
+    return next(filter(None, remedies), install)
 
 
 def missing_policy_distribution(profile: ContextCacheDeploymentProfile, speculative_request: bool) -> str | None:
@@ -168,33 +209,46 @@ class Plugins:
 
     policies: list[PolicyRegistration] = field(default_factory=list)
     decoders: list[DecoderRegistration] = field(default_factory=list)
+    shipped: list[ShippedCheckpoint] = field(default_factory=list)
     reports: list[PluginReport] = field(default_factory=list)
 
     def choose_policy(self, profile: ContextCacheDeploymentProfile, speculative_request: bool) -> PolicyRegistration:
         """The first match in order of priority, then of registration.
 
         Raises:
-            PluginError: nobody serves it (the message names the distribution to install), or a `serves` is broken.
+            PluginError: nobody serves it (the message names the distribution to install, or what leaves it out), or a
+                `serves` is broken.
         """
-        return choose_policy(self.policies, profile, speculative_request)
+        return choose_policy(self.policies, profile, speculative_request, self.reports)
+
+    def require_policies(self, profile: ContextCacheDeploymentProfile) -> None:
+        """Whether every kind of request of a deployment is served.
+
+        Raises: as `choose_policy`.
+        """
+        for speculative_request in sorted({False, profile.is_speculative}):
+            self.choose_policy(profile, speculative_request)
 
     def choose_decoder(self, kind: str) -> DecoderRegistration:
         """The decoder of a kind with the highest priority.
 
         Raises:
-            PluginError: nobody serves it; the message names the distribution to install.
+            PluginError: nobody serves it; the message names the distribution to install, or what leaves it out.
         """
         for registration in _by_priority(self.decoders):
             if registration.kind == kind:
                 return registration
         known = sorted({registration.kind for registration in self.decoders})
         distribution = DISTRIBUTION_OF_DECODER.get(kind)
-        remedy = f"install it with: pip install {distribution}" if distribution else "choose one of those installed"
+        remedy = how_to_get(distribution, self.reports) if distribution else "choose one of those installed"
         raise PluginError(f"no installed decoder is of kind {kind!r} (installed kinds: {', '.join(known)}); {remedy}")
 
 
 def choose_policy(
-    registrations: Iterable[PolicyRegistration], profile: ContextCacheDeploymentProfile, speculative_request: bool
+    registrations: Iterable[PolicyRegistration],
+    profile: ContextCacheDeploymentProfile,
+    speculative_request: bool,
+    reports: Iterable[PluginReport] = (),
 ) -> PolicyRegistration:
     """See `Plugins.choose_policy`."""
     ordered = _by_priority(registrations)
@@ -204,7 +258,7 @@ def choose_policy(
     flavour = f"{'speculative' if speculative_request else 'plain'} requests on {profile.base_state_kind.value} models"
     names = ", ".join(registration.name for registration in ordered) or "none"
     distribution = missing_policy_distribution(profile, speculative_request)
-    remedy = f"install it with: pip install {distribution}" if distribution else "use another decoder with this model"
+    remedy = how_to_get(distribution, reports) if distribution else "use another decoder with this model"
     raise PluginError(f"no installed publication policy serves {flavour} (installed: {names}); {remedy}")
 
 
@@ -215,6 +269,11 @@ class _Found(NamedTuple):
     distribution: str
     version: str
     load: Callable[[], Any]
+
+    @property
+    def origin(self) -> str:
+        """Name and version of what brings it; empty where nothing does."""
+        return f"{self.distribution} {self.version}".strip()
 
 
 def _builtins() -> list[_Found]:
@@ -238,7 +297,7 @@ def _installed() -> list[_Found]:
     found = []
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         dist = entry_point.dist
-        name, version = (dist.name, dist.version) if dist is not None else ("unknown", "unknown")
+        name, version = (dist.name, dist.version) if dist is not None else ("unknown", "")
         found.append(_Found(entry_point.name, name, version, entry_point.load))
     return sorted(found, key=lambda plugin: plugin.name)
 
@@ -247,7 +306,7 @@ def _stated_api_range(plugin: object) -> tuple[ApiVersion, ApiVersion]:
     """The plugin's `EDGELLM_API`; raises PluginError when absent, malformed or not covering ours."""
     stated = getattr(plugin, "EDGELLM_API", None)
     if stated is None:
-        raise PluginError(f"it states no EDGELLM_API range; ours is {API_VERSION}: add EDGELLM_API = ((1, 1), (1, 2))")
+        raise PluginError(f"it states no EDGELLM_API range; ours is {API_VERSION}: add EDGELLM_API = ((1, 1), (1, 3))")
     try:
         low, high = (tuple(int(part) for part in bound) for bound in stated)
         if len(low) != 2 or len(high) != 2:
@@ -298,10 +357,13 @@ class _Loader:
     def skip(self, found: _Found) -> None:
         self._report(found, None, (), PluginStatus.SKIPPED, "not named in EDGELLM_PLUGINS")
 
-    def missing(self, name: str) -> None:
-        absent = _Found(name, "unknown", "unknown", lambda: None)
-        error = PluginError("EDGELLM_PLUGINS names it, but it is not installed; install it or take it off the list")
-        self._fail(absent, None, None, (), error)
+    def missing(self, name: str, known: Iterable[str]) -> None:
+        names = ", ".join(sorted(known)) or "none"
+        error = PluginError(
+            f"EDGELLM_PLUGINS names it, and no plugin of that name is installed (installed: {names}); install it, or "
+            "mend the list"
+        )
+        self._fail(_Found(name, "", "", lambda: None), None, None, (), error)
 
     def _hooks_of(self, plugin: Any) -> tuple[str, ...]:
         return tuple(sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ()))
@@ -309,13 +371,16 @@ class _Loader:
     def _collect(self, plugin: Any, found: _Found) -> None:
         """Run this plugin's hooks alone; keep what it registered only when all of them succeed."""
         others = [other for other in self._manager.get_plugins() if other is not plugin]
-        distribution = f"{found.distribution} {found.version}"
+        distribution = found.origin
         policies = PolicyRegistrar(found.name, self.plugins.policies, distribution=distribution)
         decoders = DecoderRegistrar(found.name, self.plugins.decoders, distribution=distribution)
+        shipped = CheckpointRegistrar(found.name, self.plugins.shipped, distribution=distribution)
         self._manager.subset_hook_caller("edgellm_register_publication_policies", others)(register=policies)
         self._manager.subset_hook_caller("edgellm_register_decoders", others)(register=decoders)
+        self._manager.subset_hook_caller("edgellm_register_checkpoints", others)(register=shipped)
         self.plugins.policies += policies.added
         self.plugins.decoders += decoders.added
+        self.plugins.shipped += shipped.added
 
     def _fail(
         self,
@@ -328,9 +393,10 @@ class _Loader:
         if plugin is not None and self._manager.is_registered(plugin):
             self._manager.unregister(plugin)
         reason = str(error) if isinstance(error, PluginError) else describe_error(error)
-        logger.warning("plugin %s (%s %s) is left out: %s", found.name, found.distribution, found.version, reason)
+        origin = f" ({found.origin})" if found.origin else ""
+        logger.warning("plugin %s%s is left out: %s", found.name, origin, reason)
         if self._strict:
-            raise PluginError(f"plugin {found.name!r} ({found.distribution} {found.version}): {reason}") from error
+            raise PluginError(f"plugin {found.name!r}{origin}: {reason}") from error
         self._report(found, api_range, hooks, PluginStatus.FAILED, reason)
 
     def _report(
@@ -379,7 +445,7 @@ def load_plugins(
             loader.skip(found)
     if autoload and wanted is not None:
         for name in sorted(set(wanted) - {found.name for found in (*installed, *builtins)}):
-            loader.missing(name)
+            loader.missing(name, (found.name for found in installed))
     for name, plugin in extra:
         loader.load(_Found(name, "local", "0", lambda plugin=plugin: plugin), builtin=False)  # type: ignore[misc]
     return loader.plugins

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from edgellm.errors import INPUT_TOO_LONG_MARKER, CallerError, InputTooLongError, InvalidArgumentError
+from edgellm.memory import pool_remedy, with_write_ahead
 from edgellm.request import LLMGenerationRequest, Message
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.prompt import TokenizedPrompt, build_prompt
@@ -28,7 +29,7 @@ class PromptLimits:
     Attributes:
         max_model_len: tokens one sequence may reach, prompt and answer together.
         pool_tokens: tokens the whole KV pool holds.
-        headroom_tokens: positions beyond its committed ones that a step may write: the least room for an answer.
+        headroom_tokens: positions beyond its committed ones that a step may write; the pool has to hold them.
         model_context: what `max_model_len` may be raised to; None when that is not known.
     """
 
@@ -39,20 +40,21 @@ class PromptLimits:
     model_context: int | None = None
 
     def check_length(self, length: int) -> None:
-        """Refuse a prompt that never fits together with one generated token.
+        """Refuse a prompt that never fits with one generated token, and in the pool with what is written ahead of it.
 
         Raises:
             InputTooLongError: names the length, the limit and which setting raises it, if one does.
         """
-        for limit, what, remedy in (
-            (self.max_model_len, "a sequence may reach", self._longer_sequences()),
-            (self.pool_tokens, "the KV pool holds", " or raise kv_budget"),
+        ahead = self.headroom_tokens - 1
+        for limit, behind, what, remedy in (
+            (self.max_model_len, 0, "a sequence may reach", self._longer_sequences()),
+            (self.pool_tokens, ahead, "the KV pool holds", f" or {pool_remedy(ahead)}"),
         ):
-            if length + self.headroom_tokens > limit:
-                answer = "1 token" if self.headroom_tokens == 1 else f"{self.headroom_tokens} tokens"
+            if length + 1 + behind > limit:
+                answer = with_write_ahead("an answer of at least 1 token", behind)
                 raise InputTooLongError(
-                    f"the prompt has {length} tokens and never fits: together with an answer of at least {answer} "
-                    f"it exceeds the {limit} tokens that {what}; shorten the prompt{remedy}"
+                    f"the prompt has {length} tokens and never fits: together with {answer} it exceeds the {limit} "
+                    f"tokens that {what}; shorten the prompt{remedy}"
                 )
 
     def _longer_sequences(self) -> str:

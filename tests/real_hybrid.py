@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from edgellm import LLM, SamplingParams, SpeculativeOptions
-from edgellm.cache.types import ContextCacheLookupPolicy, ResourceType
+from edgellm.cache.types import ContextCacheCommitPolicy, ContextCacheLookupPolicy, ResourceType
 from edgellm.request import LLMGenerationRequest
 from edgellm.runtime.batch import resources_of
 from edgellm.testing.recount import recount
@@ -80,6 +80,7 @@ class RealHybrid:
         boundaries: Sequence[int] = (),
         salt: str | None = None,
         cold: bool = False,
+        commit_policy: ContextCacheCommitPolicy = ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS,
         timeout_seconds: float | None = None,
         **sampling: Any,
     ) -> RequestHandle:
@@ -94,6 +95,7 @@ class RealHybrid:
             checkpoint_boundaries=boundaries,
             cache_salt=salt,
             lookup_policy=lookup,
+            commit_policy=commit_policy,
             timeout_seconds=timeout_seconds,
         )
         return self.llm._frontend.submit(request)

@@ -38,6 +38,7 @@ class ReferencePlacement(CpuPlacement):
             pages_per_slot=deployment.pages_per_slot,
             step_tokens=40,
             verify_tokens=draft.verify_tokens,
+            trees=draft.trees,
         )
         recurrent = snapshots = None
         if config.recurrent_pieces:

@@ -70,7 +70,8 @@ cdef class ReusePlan:
         num_tokens: n, length of the planned prompt.
         matched_token_length: leading tokens whose state the cache has, for this flavour.
         reuse_token_length: where prefill starts; at most matched, and below n for n > 0.
-        known_token_length: leading tokens the block tree knows, whether or not their state can be reused.
+        known_token_length: leading tokens that were computed, as far as the block tree and the checkpoints tell,
+            whether or not their state can be reused.
         tail_token_count: of the reused tokens, those that are copied from `tail_source` into a private page.
         replayed_token_count: matched tokens given up because draft state looks at later tokens.
         total_pages: ceil(n / page size).
@@ -427,6 +428,16 @@ cdef int _bind_checkpoint(
     return 0
 
 
+cdef Py_ssize_t _common_tail(
+    BlockIndex index, RecordStore records, TokenChain chain, node_id_t node, Py_ssize_t first
+) noexcept nogil:
+    """How far the checkpoints at `node` know the prompt from token `first` on, those at its end or behind included."""
+    cdef Py_ssize_t limit = min(chain.token_count(), first + index.core.page_size)
+    if node == NO_NODE:
+        return 0
+    return records.common_tail(node, chain.tokens.data() + first, <int32_t>text_length(chain, first, limit))
+
+
 cdef ReusePlan make_checkpoint_plan(
     BlockIndex index, DraftIndex drafts, RecordStore records, TokenChain chain, object lookup_policy, bint mtp,
     bint has_attention
@@ -447,7 +458,8 @@ cdef ReusePlan make_checkpoint_plan(
     blocks = <Py_ssize_t>plan.bindings.size()
     parent = _node_at(plan, blocks, root)
     partial = index.find_partial(chain, parent, blocks * page_size, num_tokens)
-    plan.known_token_length = blocks * page_size + partial.length
+    plan.known_token_length = blocks * page_size + max(
+        <Py_ssize_t>partial.length, _common_tail(index, records, chain, parent, blocks * page_size))
     while root != NO_NODE and blocks >= 0:
         place = records.longest_checkpoint(_node_at(plan, blocks, root), chain, blocks * page_size, num_tokens, mtp)
         if place != NO_RECORD:

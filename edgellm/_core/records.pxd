@@ -166,6 +166,7 @@ cdef class RecordStore:
         self, node_id_t node, TokenChain chain, Py_ssize_t first, int64_t below, bint need_mtp
     ) noexcept nogil
     cdef bint _tail_matches(self, int32_t place, TokenChain chain, Py_ssize_t first) noexcept nogil
+    cdef int32_t common_tail(self, node_id_t node, const token_t* tokens, int32_t limit) noexcept nogil
     cdef int32_t place_of(self, uint64_t record_id) noexcept nogil
     # Adding: the last step of a transaction that can fail
     cdef int reserve_nodes(self, Py_ssize_t count) except -1

@@ -171,6 +171,29 @@ cdef class RecordStore:
             seen += 1
         return best
 
+    cdef int32_t common_tail(self, node_id_t node, const token_t* tokens, int32_t limit) noexcept nogil:
+        """Most leading tokens that those behind the blocks of a checkpoint at `node` have in common with `tokens`.
+
+        Args:
+            limit: tokens to compare; all of them text.
+        """
+        cdef int32_t place = self.head_at(node)
+        cdef int32_t best = 0
+        cdef int32_t seen = 0
+        cdef int32_t count, slot
+        cdef const token_t* tail
+        while place != NO_RECORD and seen < MAX_RECORDS_AT_NODE:
+            slot = self._records[place].recurrent_slot
+            if slot != NO_SLOT:
+                tail = self._tails.data() + <size_t>slot * self.page_size
+                count = 0
+                while count < limit and count < self._checkpoints[slot].tail_count and tail[count] == tokens[count]:
+                    count += 1
+                best = max(best, count)
+            place = self._records[place].node_next
+            seen += 1
+        return best
+
     cdef int32_t place_of(self, uint64_t record_id) noexcept nogil:
         cdef unordered_map[uint64_t, int32_t].iterator found = self._place_of.find(record_id)
         return NO_RECORD if found == self._place_of.end() else deref(found).second

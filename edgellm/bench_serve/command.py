@@ -92,6 +92,8 @@ def serve(
     speculative: Annotated[str | None, typer.Option(help="Kind of a speculative decoder, prompt_lookup say.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder of the draft model that the decoder needs.")] = None,
     num_drafts: Annotated[int | None, typer.Option(help="Most tokens proposed in a round.")] = None,
+    draft_top_k: Annotated[int, typer.Option(help="1 proposes chains, 2 to 8 trees (eagle).")] = 1,
+    draft_depth: Annotated[int | None, typer.Option(help="Longest way through a tree, 1 to 15.")] = None,
     step_time_budget_ms: Annotated[float | None, typer.Option(help="Aim for the longest step.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it to this .png or .svg file.")] = None,
@@ -136,7 +138,7 @@ def serve(
         "page_size": page_size,
         "max_batch_size": max_batch_size,
         "max_model_len": max_model_len,
-        "speculative": parse_speculative(speculative, draft, num_drafts),
+        "speculative": parse_speculative(speculative, draft, num_drafts, draft_top_k, draft_depth),
         "step_time_budget_ms": step_time_budget_ms,
         "max_pending_requests": max(256, requests),
     }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from edgellm.cache.request import RequestHandle
     from edgellm.plugins import PolicyRegistrar
 
-EDGELLM_API = ((1, 1), (1, 2))
+EDGELLM_API = ((1, 1), (1, 3))
 
 
 class BaseEndpointPolicy(PublicationPolicy):

@@ -7,17 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from edgellm.decoding.base import DecodingStrategy, StepTokens
+from edgellm.errors import InvalidArgumentError
 from edgellm.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     import torch
 
+    from edgellm.decoding.options import DecoderChoice
     from edgellm.plugins import DecoderRegistrar
     from edgellm.runtime.batch import Executor, RaggedBatch
     from edgellm.sampling.result import SampleResult
     from edgellm.sampling.sampler import Sampler, SamplingState
 
-EDGELLM_API = ((1, 1), (1, 2))
+EDGELLM_API = ((1, 1), (1, 3))
 
 
 class VanillaDecoder(DecodingStrategy):
@@ -53,6 +55,18 @@ def _sample_beside_next_step(
     return result
 
 
+def check_fits(choice: DecoderChoice) -> None:
+    """
+    Raises:
+        InvalidArgumentError: options say what to propose.
+    """
+    nothing = "decoder 'vanilla' proposes nothing"
+    choice.require_no_draft(nothing)
+    choice.require_chains()
+    if choice.options is not None and choice.options.num_drafts is not None:
+        raise InvalidArgumentError(f"num_drafts is {choice.options.num_drafts}; {nothing}, leave it out")
+
+
 @hookimpl
 def edgellm_register_decoders(register: DecoderRegistrar) -> None:
-    register("vanilla", VanillaDecoder, "vanilla")
+    register("vanilla", VanillaDecoder, "vanilla", fits=check_fits)

@@ -54,7 +54,8 @@ def publish_boundary(
 ) -> ContextCacheCoordinatorStatus:
     """Capture recurrent state, the paired partial pages and the hidden row at `length`; wait once; publish.
 
-    Skipped (OK) for lookup bypass, a length of 0 or one already published, and (counted) under snapshot pressure.
+    Skipped (OK) for lookup bypass, for generated state under PREFILL_STATE_ONLY, a length of 0 or one already
+    published, and (counted) under snapshot pressure.
 
     Args:
         base_hidden_states: (sequences, rows, hidden) tensor; row `[slot, boundary_hidden_row]` is position length - 1.
@@ -66,7 +67,9 @@ def publish_boundary(
     require_slot(impl, slot)
     _require_asked(impl, slot, length, base_hidden_states, boundary_hidden_row)
     sequence = impl.sequences[slot]
-    if not impl.lengths.publishes[slot] or length <= max(0, sequence.published_exact_length):
+    lengths = impl.lengths
+    allowed = lengths.publishes_generated if length > int(lengths.prompt[slot]) else lengths.publishes
+    if not allowed[slot] or length <= max(0, sequence.published_exact_length):
         return Status.OK
     # The slot may be evicted and captured anew below: every restore from it was enqueued before, on the same stream.
     release_restored(coordinator, impl, slot)

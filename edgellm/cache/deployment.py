@@ -34,6 +34,7 @@ VERIFYING_DECODERS = ("shared_kv_mtp",)
 """Kinds whose engine only verifies proposals: it has no stand-alone target that could decode without them."""
 
 _WITHOUT_DRAFT_MODEL = ("prompt_lookup",)
+_ATTENTION_DECODERS = "vanilla, eagle, shared_kv_mtp or prompt_lookup"
 _HYBRID_DECODERS = ("vanilla", "mtp", "prompt_lookup")
 
 
@@ -86,7 +87,9 @@ def check_support(
             f"decoder {decoder_kind!r} on a hybrid model is not supported; use vanilla, mtp or prompt_lookup"
         )
     if base_state_kind is BaseStateKind.ATTENTION_ONLY and decoder_kind == "mtp":
-        raise UnsupportedModelError("plain MTP on an attention-only model is not supported; use vanilla or eagle")
+        raise UnsupportedModelError(
+            f"decoder 'mtp' on an attention-only model is not supported; use {_ATTENTION_DECODERS}"
+        )
 
 
 def check_config(config: ContextCacheConfig) -> None:

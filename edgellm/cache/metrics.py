@@ -37,7 +37,8 @@ class ContextCacheMetrics:
         published_blocks: blocks that became findable, over all publications.
         rebound_tokens: prompt tokens a sequence got from a producer in flight after its own admission.
         policy_failures: faults of publication policies; the sequences they were about went on unpublished.
-        policy_deadline_overruns: policy hooks that took longer than the deadline.
+        policy_deadline_overruns: policy hooks that took longer than the deadline, without waits for the device.
+        slowest_policy_nanoseconds: what the longest of these took.
         tail_copies, tail_copied_tokens: sequences that began inside a page, and the tokens copied for them.
         spec_replays, spec_replayed_tokens: plans that gave known tokens up because draft state looks ahead, and how
             many tokens that was.
@@ -67,6 +68,7 @@ class ContextCacheMetrics:
     rebound_tokens: int = 0
     policy_failures: int = 0
     policy_deadline_overruns: int = 0
+    slowest_policy_nanoseconds: int = 0
     tail_copies: int = 0
     tail_copied_tokens: int = 0
     growth_refusals: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -28,11 +29,15 @@ class Quarantine:
 
     Holding one poisons: nothing new is admitted until the poison is lifted.  Running requests go on.  Room for every
     active request is reserved when it begins, so that holding it cannot fail.
+
+    Attributes:
+        waited_ns: nanoseconds spent in waits so far.
     """
 
     def __init__(self, synchronizer: StreamSynchronizer) -> None:
         self.poisoned = False
         self.failed_waits = 0
+        self.waited_ns = 0
         self._held = 0
         self._room: list[Impl | None] = []
         self._synchronizer = synchronizer
@@ -56,11 +61,14 @@ class Quarantine:
     def wait(self, stream: Stream) -> bool:
         """Wait for a stream; False when completion is unknown.  Never raises (an interrupt passes)."""
         self.failed_waits += 1  # an interrupted wait proves nothing
+        started = time.perf_counter_ns()
         try:
             drained = self._synchronizer(stream)
         except Exception:
             logger.exception("a stream could not be drained")
             return False
+        finally:
+            self.waited_ns += time.perf_counter_ns() - started
         if drained is not None and not drained:
             return False
         self.failed_waits -= 1

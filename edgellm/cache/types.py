@@ -307,6 +307,11 @@ class DecodingKvHeadroom:
     base_extra_tokens: int = 1
     draft_extra_tokens: int = 0
 
+    @property
+    def write_ahead(self) -> int:
+        """Positions behind the look-ahead token's: no text reaches them, and the pools have room for them."""
+        return max(self.base_extra_tokens, self.draft_extra_tokens) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class ContextCacheConfig:
@@ -367,7 +372,8 @@ class DeploymentConfig:
     Attributes:
         max_batch_size: B, residents at most.
         max_input_length: S_in, uncached prompt tokens that one chunk may hold.
-        max_kv_capacity: C, tokens one sequence may reach (prompt plus generated).
+        max_kv_capacity: C, positions one sequence may reach: prompt, answer, and behind them
+            `DecodingKvHeadroom.write_ahead`.
         page_size: P, tokens per page.
         num_pages: pages in the base KV pool.
     """
@@ -381,8 +387,13 @@ class DeploymentConfig:
 
     @property
     def pages_per_slot(self) -> int:
-        """Width of a page-table row: pages of a full sequence plus one for look-ahead."""
-        return -(-self.max_kv_capacity // self.page_size) + 1
+        """Width of a page-table row."""
+        return row_width(self.max_kv_capacity, self.page_size)
+
+
+def row_width(max_kv_capacity: int, page_size: int) -> int:
+    """Entries of a page-table row: pages of a full sequence plus one for look-ahead."""
+    return -(-max_kv_capacity // page_size) + 1
 
 
 @dataclass(slots=True)

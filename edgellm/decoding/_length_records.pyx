@@ -5,6 +5,7 @@ from libcpp.algorithm cimport sort
 from libcpp.vector cimport vector
 
 cdef double FORGET = 0.9  # weight of what was known, at each new observation
+cdef double FORGET_OF_ALL = 0.98  # the same for what all sequences got
 cdef double FIRST_ACCEPTANCE = 0.7
 cdef double CERTAINTY = 4.0  # proposals that the first guess counts for
 cdef int32_t FIRST_WAIT = 16, LONGEST_WAIT = 128  # rounds after which a sequence for which nothing pays is tried again
@@ -34,30 +35,35 @@ cdef bint comes_before(const Offer &one, const Offer &other) noexcept nogil:
     return one.place < other.place
 
 
-cdef Record new_record() noexcept nogil:
+cdef Record new_record(double acceptance) noexcept nogil:
     cdef Record made
-    made.kept, made.tried = FIRST_ACCEPTANCE * CERTAINTY, CERTAINTY
+    made.kept, made.tried = acceptance * CERTAINTY, CERTAINTY
     made.idle, made.wait = 0, FIRST_WAIT
     return made
 
 
 cdef class LengthRecords:
-    """By resident slot; slots that nobody seated know nothing."""
+    """By resident slot.  A sequence starts from what all sequences got lately."""
 
     cdef vector[Record] _records
     cdef vector[Offer] _offers
+    cdef double _kept, _tried  # of all sequences
+
+    def __cinit__(self):
+        self._kept, self._tried = FIRST_ACCEPTANCE * CERTAINTY, CERTAINTY
 
     cdef int _reach(self, Py_ssize_t slot) except -1:
         if slot < 0:
             raise IndexError(f"slot {slot} is negative")
         while <Py_ssize_t>self._records.size() <= slot:
-            self._records.push_back(new_record())
+            self._records.push_back(new_record(self._kept / self._tried))
         return 0
 
     def seat(self, Py_ssize_t slot):
-        """A new sequence, of which nothing is known."""
+        """A new sequence.  How long the slot has been without proposals stays: short answers get their turn too."""
         self._reach(slot)
-        self._records[slot] = new_record()
+        cdef Record *record = &self._records[slot]
+        record.kept, record.tried = CERTAINTY * self._kept / self._tried, CERTAINTY
 
     def acceptance(self, Py_ssize_t slot):
         """Expected share of the slot's proposals that are kept."""
@@ -70,8 +76,11 @@ cdef class LengthRecords:
             return
         self._reach(slot)
         cdef Record *record = &self._records[slot]
+        cdef int32_t tried = min(kept + 1, proposed)
         record.kept = FORGET * record.kept + kept
-        record.tried = FORGET * record.tried + min(kept + 1, proposed)
+        record.tried = FORGET * record.tried + tried
+        self._kept = FORGET_OF_ALL * self._kept + kept
+        self._tried = FORGET_OF_ALL * self._tried + tried
         record.idle = 0
         if kept:
             record.wait = FIRST_WAIT

@@ -1,11 +1,13 @@
 """`DraftLengths`: how many tokens to propose for each sequence, from what was accepted and what steps cost.
 
 A step of s sequences and k proposals takes about `fixed + per_row * (s + k)` seconds, and proposing about `per_depth`
-for each token of the longest chain; all three are learned from the steps that ran.  The j-th proposal of a sequence is
-kept with probability a^j, where a is the share of its proposals that were kept so far.  For each length of the longest
-chain proposals are added while the next best one raises tokens a second, which is optimal for this model because their
-gains only fall; the best length is taken, and none at all where that is best.  (The trade-off is that of Leviathan et
-al., "Fast Inference from Transformers via Speculative Decoding", 2023, section 3.3, for a batch and measured costs.)
+for each token of the longest chain, beside what the draft does anyway; all of it is learned from the steps that ran,
+whoever's they were.  The j-th proposal of a sequence is kept with probability a^j, where a is the share of its
+proposals that were kept so far, and of a new sequence the share that was kept of all proposals lately: a useless draft
+costs its first rounds once, not once a request.  For each length of the longest chain proposals are added while the
+next best one raises tokens a second, which is optimal for this model because their gains only fall; the best length is
+taken, and none at all where that is best.  (The trade-off is that of Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", 2023, section 3.3, for a batch and measured costs.)
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from edgellm.decoding._length_records import LengthRecords
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FORGET = 0.9  # weight of what was known, at each new observation
 _SETTLED_STEPS = 8
-_OUTLIER = 3.0  # a step counts as at most so many times its prediction: a stall must not shape the fit
+_OUTLIER = 3.0  # a step counts as at most so many times what was expected: a stall must not shape the fit
 
 
 @dataclass(slots=True)
@@ -36,7 +37,10 @@ class StepTimes:
 
     def observe(self, rows: int, seconds: float) -> None:
         if self.observed >= _SETTLED_STEPS:
-            seconds = min(seconds, _OUTLIER * self.predict(rows))
+            # Of sizes that seem to cost nothing too little is known: there the mean is what was expected.
+            seconds = min(seconds, _OUTLIER * max(self.predict(rows), self.seconds / self.weight))
+        elif _OUTLIER * seconds < self.predict(rows):
+            self._forget()  # what came before was warming up
         self.observed += 1
         fade = 1.0 if self.observed < _SETTLED_STEPS else 0.98
         self.weight = fade * self.weight + 1
@@ -45,15 +49,22 @@ class StepTimes:
         self.rows_rows = fade * self.rows_rows + rows * rows
         self.rows_seconds = fade * self.rows_seconds + rows * seconds
 
+    def _forget(self) -> None:
+        self.weight = self.rows = self.seconds = self.rows_rows = self.rows_seconds = 0.0
+        self.observed = 0
+
     @property
     def per_row(self) -> float:
         """Seconds that one more row costs, never negative; 0 while all steps had the same rows."""
         spread = self.weight * self.rows_rows - self.rows**2
         if spread <= 1e-9 * self.rows_rows * self.weight:
-            return 0.0
+            return self._per_row_of_one_size()
         slope = (self.weight * self.rows_seconds - self.rows * self.seconds) / spread
         mean = self.seconds / self.rows
         return min(max(slope, 0.0), mean)
+
+    def _per_row_of_one_size(self) -> float:
+        return 0.0
 
     def predict(self, rows: int) -> float:
         """Seconds of a step of so many rows."""
@@ -62,16 +73,34 @@ class StepTimes:
         return max(self.seconds / self.weight + self.per_row * (rows - self.rows / self.weight), 0.0)
 
 
+class ProposingTimes(StepTimes):
+    """The same of proposing, where a row is a token of the longest chain.
+
+    While all chains were equally long their whole time is taken for theirs: a draft that is dear is cut short then,
+    and other lengths are seen.
+    """
+
+    __slots__ = ()
+
+    def _per_row_of_one_size(self) -> float:
+        return self.seconds / self.rows if self.rows else 0.0
+
+
 class DraftLengths:
-    """Belongs to one decoder; sequences are named by resident slot."""
+    """Belongs to one decoder, and so learns over all its requests; sequences are named by resident slot.
+
+    Attributes:
+        times: of steps, without proposing.
+        proposing: of what the draft does before a step, by the depth of its longest chain.
+    """
 
     def __init__(self) -> None:
         self.times = StepTimes()
-        self.per_depth = 0.0  # seconds that proposing takes for each token of the longest chain
+        self.proposing = ProposingTimes()
         self._records = LengthRecords()
 
     def seat(self, slot: int) -> None:
-        """A new sequence, of which nothing is known."""
+        """A new sequence: expected to keep the share that all sequences kept lately (0.7 at first)."""
         self._records.seat(slot)
 
     def unseat(self, slot: int) -> None:
@@ -85,11 +114,14 @@ class DraftLengths:
         """`kept` of `proposed` tokens were accepted; those behind the first refused one say nothing of theirs."""
         self._records.observe(slot, proposed, kept)
 
+    @property
+    def per_depth(self) -> float:
+        """Seconds that proposing takes for each token of the longest chain."""
+        return self.proposing.per_row
+
     def observe_proposing(self, depth: int, seconds: float) -> None:
-        """Proposing chains of which the longest has `depth` tokens took so long."""
-        if depth:
-            share = seconds / depth
-            self.per_depth = share if not self.per_depth else _FORGET * self.per_depth + (1 - _FORGET) * share
+        """Proposing chains of which the longest has `depth` tokens, 0 for none at all, took so long."""
+        self.proposing.observe(depth, seconds)
 
     def limits(self, slots: Sequence[int], most: Sequence[int], other_rows: int = 0) -> list[int]:
         """Proposals worth making for each slot, at most `most` of it.
@@ -99,5 +131,5 @@ class DraftLengths:
         """
         if not self.times.weight:
             return list(most)
-        idle = self.times.predict(len(slots) + other_rows)
+        idle = self.times.predict(len(slots) + other_rows) + self.proposing.predict(0)
         return self._records.limits(list(slots), list(most), idle, self.times.per_row, self.per_depth)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from edgellm.models.device_ops import DeviceOps
     from edgellm.runtime.batch import Executor, RaggedBatch
+    from edgellm.runtime.executor_cuda import ExecutorLimits
     from edgellm.sampling.logprobs import TokenLogprobs
     from edgellm.sampling.sampler import Sampler, SamplingState
 
@@ -119,6 +121,16 @@ class DecodingStrategy(ABC):
         """
         raise BrokenInvariantError(f"decoder {self.name!r} says it has draft pages, and allocates none")
 
+    def device_bytes(self, ops: DeviceOps, device: torch.device, limits: ExecutorLimits) -> int:
+        """Bytes that drafts take of a GPU beside weights and pages: state by slot, inputs, graphs, results of passes.
+
+        Asked before anything of it is allocated.
+
+        Args:
+            ops: the operators that the deployment will compute with.
+        """
+        return 0
+
     def boundary_hidden_width(self) -> int:
         """Elements of the hidden row that a checkpoint of recurrent state saves for the draft; 0 where none is."""
         return 0
@@ -149,8 +161,23 @@ class DecodingStrategy(ABC):
         return None
 
     def boundary_hidden(self, slot: int) -> torch.Tensor | None:
-        """(hidden_width,) the base model's hidden row of the last prompt token that ran, where checkpoints save it."""
+        """(hidden_width,) the base model's hidden row of the last prompt token that ran, where checkpoints save it.
+
+        Behind `complete_drafts`: that of the last token that was kept.
+        """
         return None
+
+    def complete_drafts(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Sequences ended in the latest step: write the draft state that trails their base state, for later prompts.
+
+        Args:
+            lengths: leading tokens of each whose base state is kept.
+        Returns:
+            Whether all of it is written (enqueued), and where checkpoints save it `boundary_hidden` gives the row of
+            token `length - 1`.  False: the strategy does not do this; pages are kept as far as `common_state_length`
+            says, and no checkpoint is taken where answers end.
+        """
+        return False
 
     def new_hidden_row(self) -> torch.Tensor:
         """(1, hidden_width) room for a saved hidden row, on the executor's device.

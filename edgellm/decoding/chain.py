@@ -45,8 +45,8 @@ class KeptRow:
         step_hidden: (T, hidden_width) hidden rows of the whole step, the executor's own memory: valid until its next
             forward.  None where it gives none.
         first: row of `step_hidden` that belongs to the first of `inputs`; the others follow.
-        branch: of a tree, the rows of `inputs` within the sequence's rows, where they did not follow each other; their
-            hidden rows are copied together then.  None where they did.
+        branch: of a tree, the rows of `inputs` behind `first`, where they did not follow each other.  None where they
+            did.
     """
 
     slot: int
@@ -59,10 +59,19 @@ class KeptRow:
 
     @property
     def hidden(self) -> torch.Tensor | None:
-        """(len(inputs), hidden_width) the hidden rows of `inputs`: a view."""
+        """(len(inputs), hidden_width) the hidden rows of `inputs`: a view, or of a branch a copy."""
         if self.step_hidden is None:
             return None
+        if self.branch is not None:
+            return self.step_hidden[self.first :][self.branch]
         return self.step_hidden[self.first : self.first + len(self.inputs)]
+
+    @property
+    def rows(self) -> range | list[int]:
+        """Rows of `step_hidden` that belong to `inputs`."""
+        if self.branch is None:
+            return range(self.first, self.first + len(self.inputs))
+        return [self.first + row for row in self.branch]
 
 
 class ChainDecoder(DecodingStrategy):
@@ -234,13 +243,8 @@ def _kept_rows(
         run, start = runs.get(row), starts[row]
         token_ids = [] if run is None else run.token_ids
         branch = None if run is None else _branch(wide, start, run.nodes[:count])
-        if branch is None:
-            inputs = wide.token_ids[start : start + count].copy()
-            kept.append(KeptRow(slots[row], pasts[row], inputs, token_ids, hidden, start))
-        else:
-            inputs = wide.token_ids[start:][branch]
-            own = None if hidden is None else hidden[start:][branch]
-            kept.append(KeptRow(slots[row], pasts[row], inputs, token_ids, own, branch=branch))
+        inputs = wide.token_ids[start : start + count].copy() if branch is None else wide.token_ids[start:][branch]
+        kept.append(KeptRow(slots[row], pasts[row], inputs, token_ids, hidden, start, branch))
     return kept
 
 

@@ -25,17 +25,21 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from edgellm.decoding.chain import KeptRow
-    from edgellm.decoding.draft_model import DraftHead
+    from edgellm.decoding.draft_model import DraftHead, DraftStep
     from edgellm.decoding.draft_ops import DraftExecutor
     from edgellm.decoding.draft_passes import DraftEntries
+    from edgellm.runtime.batch import RaggedBatch
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.runtime.step_inputs import StepShape, StepTensors
 
     Int32Array = npt.NDArray[np.int32]
 
 
+_DEFERRED = 8
+
+
 @dataclass(slots=True)
-class _SlotRows:
+class SlotRows:
     """State by resident slot; a row behind the last slot takes what padding writes.
 
     Attributes:
@@ -51,6 +55,20 @@ class _SlotRows:
     chains: torch.Tensor
 
 
+def new_slot_rows(head: DraftHead, device: torch.device, num_slots: int, num_drafts: int) -> SlotRows:
+    return SlotRows(
+        waiting=torch.zeros((num_slots, _room(num_drafts), head.hidden_width), dtype=head.dtype, device=device),
+        tokens=torch.zeros(num_slots + 1, dtype=torch.int32, device=device),
+        own=torch.zeros((num_slots + 1, head.width), dtype=head.dtype, device=device),
+        chains=torch.zeros(num_drafts * num_slots, dtype=torch.int32, device=device),
+    )
+
+
+def _room(num_drafts: int) -> int:
+    """Rows of a sequence that wait at most: those of the latest run behind as many as are put off."""
+    return _DEFERRED + num_drafts + 1
+
+
 class DevicePasses:
     """See `DraftPasses`.
 
@@ -60,19 +78,19 @@ class DevicePasses:
         num_drafts: K, most tokens proposed in a round.
     """
 
-    deferred = 8
+    deferred = _DEFERRED
 
     @torch.inference_mode()
     def __init__(self, head: DraftHead, kv_cache: KVCache, executor: DraftExecutor, num_drafts: int) -> None:
         self._head = head
         self._device = executor.device
         self._num_drafts = num_drafts
-        self._room = self.deferred + num_drafts + 1
+        self._room = _room(num_drafts)
         self._boundaries: dict[int, torch.Tensor] = {}
         self._held: dict[int, int] = {}
         self._read: set[int] = set()
         self._staging = DraftStaging(executor, head.config, kv_cache, dtype=head.dtype)
-        self._rows = self._new_rows(executor.table_shape[0])
+        self._rows = new_slot_rows(head, self._device.torch_device, executor.table_shape[0], num_drafts)
         self._staging.warm_up(self._expected())
 
     def begin(self, slot: int, boundary: torch.Tensor | None) -> None:
@@ -94,9 +112,9 @@ class DevicePasses:
         if ends.max() > self._room:
             raise BrokenInvariantError(f"{ends.max()} hidden rows wait in a slot of {self._room}")
         # Where each sequence's rows lie in the step, and where they go; then all rows of each.
-        firsts = np.array([[row.first for row in rows], np.array(slots) * self._room + held])
-        places = np.repeat(firsts, counts, axis=1) + _places_within(counts)
-        sources, targets = self._device.upload(places).unbind(0)
+        lie = np.concatenate([row.rows for row in rows])
+        go = np.repeat(np.array(slots) * self._room + held, counts) + _places_within(counts)
+        sources, targets = self._device.upload(np.stack((lie, go))).unbind(0)
         self._rows.waiting.flatten(0, 1).index_copy_(0, targets, _gathered(rows, sources))
         self._held.update(zip(slots, ends.tolist(), strict=True))
 
@@ -122,18 +140,29 @@ class DevicePasses:
     def chains(
         self, slots: Sequence[int], past: Sequence[int], limits: Sequence[int], page_rows: Int32Array
     ) -> list[list[int]]:
-        if not self._read.issuperset(slots):
-            raise nothing_read(next(slot for slot in slots if slot not in self._read))
-        depth, first = limits[0], np.array(past, np.int32)
+        depth = limits[0]
         # A row that has its chain goes on at its last place; what it proposes there is not looked at.
-        last = first + np.maximum(np.array(limits, np.int32) - 2, 0)
-        batch = entries_batch(
-            np.array(slots, np.int32), last, np.ones(len(slots), np.int32), np.zeros(len(slots), np.int32), page_rows
-        )
-        batch.positions = first
+        batch = self._proposal_batch(slots, past, np.maximum(np.array(limits, np.int32) - 2, 0), page_rows)
         shape = self._staging.run(("chain", depth), batch, partial(self._propose, depth))
         found = self._device.download(self._chains_of(depth, shape.rows))
         return [chain[:limit] for chain, limit in zip(found.T.tolist(), limits, strict=False)]
+
+    def _proposal_batch(
+        self, slots: Sequence[int], past: Sequence[int], scratch: Int32Array, page_rows: Int32Array
+    ) -> RaggedBatch:
+        """A row for each sequence; positions say where its scratch entries begin, `past_len` where the last one is.
+
+        Args:
+            scratch: (N,) int32 entries behind the first one.
+        Raises:
+            BrokenInvariantError: a slot has no entries.
+        """
+        if not self._read.issuperset(slots):
+            raise nothing_read(next(slot for slot in slots if slot not in self._read))
+        first, nothing = np.array(past, np.int32), np.zeros(len(slots), np.int32)
+        batch = entries_batch(np.array(slots, np.int32), first + scratch, nothing + np.int32(1), nothing, page_rows)
+        batch.positions = first
+        return batch
 
     # ---- launches: what follows may be captured, and reads nothing back ------------------------------------------
 
@@ -141,12 +170,17 @@ class DevicePasses:
         self._write_rows(self._waiting_rows(step), step, shape)
 
     def _write_rows(self, hidden: torch.Tensor, step: StepTensors, shape: StepShape) -> None:
-        memory, staging = self._rows, self._staging
         ends = (step.query_start[1 : shape.rows + 1] - 1).clamp_(min=0).long()
-        tokens, own = self._head.forward(step.token_ids, hidden, staging.step(step, shape), ends, projected=False)
-        slots = slot_rows(step.slots, len(memory.tokens) - 1)
-        memory.tokens.index_copy_(0, slots, tokens.int())
-        memory.own.index_copy_(0, slots, own)
+        slots = slot_rows(step.slots, len(self._rows.tokens) - 1)
+        self._run_entries(step.token_ids, hidden, self._staging.step(step, shape), ends, slots)
+
+    def _run_entries(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, step: DraftStep, ends: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Write entries, and remember what comes behind rows `ends` in memory rows `slots`."""
+        tokens, own = self._head.forward(token_ids, hidden, step, ends, projected=False)
+        self._rows.tokens.index_copy_(0, slots, tokens.int())
+        self._rows.own.index_copy_(0, slots, own)
 
     def _waiting_rows(self, step: StepTensors) -> torch.Tensor:
         """(T, hidden_width): row j of a slot's memory for the j-th entry that it adds; any row for padding."""
@@ -172,23 +206,17 @@ class DevicePasses:
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def _expected(self) -> list[ExpectedPass]:
-        """Chains of K tokens, and passes in front of them over as many entries as a round accepts at most."""
+        """Proposals, and passes in front of them over as many entries as a round accepts at most."""
         passes = []
         for rows in self._staging.row_buckets:
-            chain = partial(self._propose, self._num_drafts)
-            passes.append(ExpectedPass(("chain", self._num_drafts), rows, rows, chain))
+            passes.append(self._expected_proposal(rows))
             for accepted in range(1, self._num_drafts + 2):
                 passes.append(ExpectedPass("write", accepted * rows, rows, self._write_waiting))
         return passes
 
-    def _new_rows(self, num_slots: int) -> _SlotRows:
-        device, head = self._device.torch_device, self._head
-        return _SlotRows(
-            waiting=torch.zeros((num_slots, self._room, head.hidden_width), dtype=head.dtype, device=device),
-            tokens=torch.zeros(num_slots + 1, dtype=torch.int32, device=device),
-            own=torch.zeros((num_slots + 1, head.width), dtype=head.dtype, device=device),
-            chains=torch.zeros(self._num_drafts * num_slots, dtype=torch.int32, device=device),
-        )
+    def _expected_proposal(self, rows: int) -> ExpectedPass:
+        """Chains of K tokens."""
+        return ExpectedPass(("chain", self._num_drafts), rows, rows, partial(self._propose, self._num_drafts))
 
     def _chains_of(self, depth: int, rows: int) -> torch.Tensor:
         return self._rows.chains[: depth * rows].view(depth, rows)

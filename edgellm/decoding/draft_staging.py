@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from edgellm.decoding.draft_ops import DraftExecutor
     from edgellm.models.config import KVLayer, ModelConfig
+    from edgellm.models.device_ops import DeviceOps
     from edgellm.runtime.batch import RaggedBatch
     from edgellm.runtime.cuda_graphs import StepRunner
     from edgellm.runtime.kv_cache import KVCache
@@ -64,6 +65,10 @@ class AttendingLayers(Protocol):
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]: ...
+
+
+def _largest(num_slots: int) -> StepShape:
+    return StepShape(_STEP_TOKENS, num_slots, num_slots, _STEP_TOKENS)
 
 
 def slot_rows(slots: torch.Tensor, padding: int) -> torch.Tensor:
@@ -132,9 +137,18 @@ class DraftStaging:
             mode=mode,
         )
         self._attention.reserve(num_slots, pages_per_slot * kv_cache.page_size)
-        self._inputs.reserve(StepShape(_STEP_TOKENS, num_slots, num_slots, _STEP_TOKENS))
+        self._inputs.reserve(_largest(num_slots))
         self._buckets = StepBuckets.of(num_slots, decode_apart=self._decode_apart)
         self._runner: StepRunner = StepGraphs(device) if device.type == "cuda" else EagerRunner()
+
+    @staticmethod
+    def device_bytes(
+        layers: AttendingLayers, ops: DeviceOps, dtype: torch.dtype, num_slots: int, pages_per_slot: int
+    ) -> int:
+        """Device memory that one takes: page table, inputs, and what attention needs."""
+        mode, shape = attention_mode(dtype, deterministic=False), _largest(num_slots)
+        attention = DeviceAttention.bytes_for(cast("ModelConfig", layers), ops, mode, num_slots, 0)
+        return StepInputs.device_bytes(shape, num_slots, pages_per_slot) + attention
 
     def run(self, name: Hashable, batch: RaggedBatch, launch: Launch, *, captured: bool = True) -> StepShape:
         """Send the inputs of a pass and launch it, padded and as a graph where there is a bucket for it.

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgellm.runtime.tree_rows import WORD_BITS, words_for
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from edgellm.runtime.batch import RaggedBatch
 
     Int32Array = npt.NDArray[np.int32]
-
-WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class DraftTable:
     Attributes:
         token_ids, scores, parents: of every entry.  Entry 0 is the root: the token that all of them follow.
         frontier: entries of the last level that the next level grows behind, best first.
+        level_start: first entry of that level.
     """
 
     top_k: int
@@ -90,6 +91,7 @@ class DraftTable:
     scores: list[float] = field(default_factory=lambda: [0.0])
     parents: list[int] = field(default_factory=lambda: [-1])
     frontier: list[int] = field(default_factory=lambda: [0])
+    level_start: int = 0
 
     def grow(self, token_ids: npt.NDArray[np.int64], log_probs: npt.NDArray[np.float32]) -> None:
         """One level more.
@@ -104,6 +106,11 @@ class DraftTable:
         self.token_ids += token_ids.ravel().tolist()
         self.parents += np.repeat(self.frontier, log_probs.shape[1]).tolist()
         self.frontier = (first + _best(scores, self.top_k)).tolist()
+        self.level_start = first
+
+    def go_on_behind(self, places: npt.NDArray[np.int32]) -> None:
+        """Which entries of the last level, counted from its first, the next one grows behind: where a device chose."""
+        self.frontier = (self.level_start + places).tolist()
 
     def ranked(self) -> npt.NDArray[np.int64]:
         """Entries but the root, best first; of equal ones the earlier, so that the first n always hang together."""
@@ -162,8 +169,3 @@ def pack_mask(seen: Sequence[int], words: int) -> Int32Array:
     """
     packed = b"".join(row.to_bytes(words * WORD_BITS // 8, "little") for row in seen)
     return np.frombuffer(packed, "<i4").reshape(len(seen), words).astype(np.int32)
-
-
-def words_for(num_bits: int) -> int:
-    """Words of a mask row of so many bits."""
-    return -(-num_bits // WORD_BITS)

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from edgellm.decoding.adaptive import DraftLengths
     from edgellm.decoding.base import DecodingSeat, StepTokens
     from edgellm.decoding.draft_model import DraftHead
+    from edgellm.decoding.draft_ops import DraftExecutor
     from edgellm.decoding.draft_passes import DraftPasses
     from edgellm.decoding.verify import Proposal
     from edgellm.models.device_ops import DeviceOps
     from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
+    from edgellm.runtime.executor_cuda import ExecutorLimits
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.sampling.sampler import Sampler, SamplingState
 
@@ -49,12 +51,14 @@ class _Seat:
         drafted: leading entries that are written.
         successors: token k + 1 of each entry from `drafted` on, as far as it is known.
         last_hidden: (width,) the target's hidden row of the last prompt token that ran, where checkpoints save it.
+        last_run: what the latest step kept of the answer; its hidden rows are good until the next one.
     """
 
     prompt: Int32Array
     drafted: int
     successors: list[int] = field(default_factory=list)
     last_hidden: torch.Tensor | None = None
+    last_run: KeptRow | None = None
 
 
 class PagedDraftDecoder(ChainDecoder):
@@ -76,6 +80,10 @@ class PagedDraftDecoder(ChainDecoder):
         """The draft model on the CPU; asked for once its pages are open."""
 
     @abstractmethod
+    def _head(self, ops: DeviceOps | None) -> DraftHead:
+        """The draft model over these operators; None are the CPU's."""
+
+    @abstractmethod
     def device_parts(self, ops: DeviceOps) -> tuple[DraftHead, KVCache]:
         """The head over the operators of the executor's device, and its pages."""
 
@@ -85,9 +93,17 @@ class PagedDraftDecoder(ChainDecoder):
     def attach(self, executor: Executor) -> None:
         on_device = device_executor(executor)
         if on_device is not None:
-            from edgellm.decoding.device_drafts import DevicePasses
+            self._passes = self._device_passes(on_device)
 
-            self._passes = DevicePasses(*self.device_parts(on_device.ops), on_device, self.num_drafts)
+    def _device_passes(self, executor: DraftExecutor) -> DraftPasses:
+        from edgellm.decoding.device_drafts import DevicePasses
+
+        return DevicePasses(*self.device_parts(executor.ops), executor, self.num_drafts)
+
+    def device_bytes(self, ops: DeviceOps, device: torch.device, limits: ExecutorLimits) -> int:
+        from edgellm.decoding.draft_memory import launching_nothing, paged_draft_bytes
+
+        return paged_draft_bytes(self._head(launching_nothing(ops)), ops, device, limits, self.num_drafts)
 
     def seat(self, executor: Executor, seat: DecodingSeat) -> None:
         super().seat(executor, seat)
@@ -190,10 +206,12 @@ class PagedDraftDecoder(ChainDecoder):
     def _note(self, row: KeptRow) -> None:
         """Successors of a row that ran, and the hidden row that a checkpoint behind it would save."""
         seat, end = self._seats[row.slot], row.past + len(row.inputs)
-        if row.hidden is None:
+        if row.step_hidden is None:
             raise BrokenInvariantError(f"decoder {self.name!r} needs the target's hidden rows, and the step gave none")
-        if row.past < len(seat.prompt) and self.boundary_hidden_width():
-            seat.last_hidden = row.hidden[-1].clone()
+        if row.past >= len(seat.prompt):
+            seat.last_run = row
+        elif self.boundary_hidden_width():
+            seat.last_hidden = row.step_hidden[row.rows[-1]].clone()
         seat.successors += row.inputs[1:].tolist()
         if row.token_ids:
             seat.successors.append(row.token_ids[-1])
@@ -202,3 +220,13 @@ class PagedDraftDecoder(ChainDecoder):
 
     def boundary_hidden(self, slot: int) -> torch.Tensor | None:
         return self._seats[slot].last_hidden
+
+    def complete_drafts(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        saves_hidden = self.boundary_hidden_width() > 0
+        for slot, length in zip(slots, lengths, strict=True):
+            seat = self._seats[slot]
+            del seat.successors[length - seat.drafted :]  # of tokens that the session did not keep
+            if saves_hidden and seat.last_run is not None and seat.last_run.hidden is not None:
+                seat.last_hidden = seat.last_run.hidden[length - seat.last_run.past - 1]
+        self._catch_up(slots)
+        return True

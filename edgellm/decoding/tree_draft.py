@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from edgellm.cache.types import DecodingKvHeadroom
 from edgellm.decoding.adaptive import DraftLengths
@@ -18,12 +18,18 @@ from edgellm.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from edgellm.decoding.base import DecoderCapabilities
+    from edgellm.decoding.draft_ops import DraftExecutor
+    from edgellm.decoding.draft_passes import DraftPasses
     from edgellm.decoding.draft_tree import DraftTable
     from edgellm.decoding.options import SpeculativeOptions
-    from edgellm.decoding.tree_passes import HostTreeDraft
+    from edgellm.decoding.tree_passes import HostTreeDraft, RankingHead, TreePasses
     from edgellm.decoding.verify import Proposal
+    from edgellm.models.device_ops import DeviceOps
     from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
+    from edgellm.runtime.executor_cuda import ExecutorLimits
 
 TREE_DEPTH, TREE_DRAFTS = 5, 15
 
@@ -74,9 +80,10 @@ class TreeDraftDecoder(PagedDraftDecoder):
         lengths = self._sizes or (DraftLengths() if adaptive else None)
         super().__init__(shape.depth, lengths)
         self._levels = 0  # of the latest round's deepest table
-        self._trees: HostTreePasses | None = None
+        self._trees: TreePasses | None = None
         if shape.top_k > 1:
-            self._passes = self._trees = HostTreePasses(lambda: self.draft, shape.top_k)
+            passes = HostTreePasses(lambda: self.draft, shape.top_k)
+            self._passes, self._trees = passes, passes
 
     @property
     @abstractmethod
@@ -96,12 +103,30 @@ class TreeDraftDecoder(PagedDraftDecoder):
         Raises:
             UnsupportedModelError: trees are asked for, and the executor verifies chains only.
         """
-        super().attach(executor)
-        if self._trees is not None and (self._passes is not self._trees or not hasattr(executor, "commit_rows")):
+        if self._trees is not None and not hasattr(executor, "commit_rows"):
             raise UnsupportedModelError(
-                f"top_k is {self.shape.top_k}, and trees are verified on the CPU only; pass top_k=1 for chains, or "
-                "device='cpu'"
+                f"top_k is {self.shape.top_k}, and {type(executor).__name__} verifies chains only; pass top_k=1"
             )
+        super().attach(executor)
+
+    def device_bytes(self, ops: DeviceOps, device: torch.device, limits: ExecutorLimits) -> int:
+        from edgellm.decoding.draft_memory import launching_nothing, tree_bytes
+
+        of_entries, shape = super().device_bytes(ops, device, limits), self.shape
+        if self._trees is None:
+            return of_entries
+        head = cast("RankingHead", self._head(launching_nothing(ops)))
+        return of_entries + tree_bytes(head, device, limits.num_slots, shape.top_k, shape.depth)
+
+    def _device_passes(self, executor: DraftExecutor) -> DraftPasses:
+        if self._trees is None:
+            return super()._device_passes(executor)
+        from edgellm.decoding.device_trees import DeviceTreePasses
+
+        head, pages = self.device_parts(executor.ops)
+        passes = DeviceTreePasses(cast("RankingHead", head), pages, executor, self.shape.top_k, self.shape.depth)
+        self._trees = passes
+        return passes
 
     def propose(
         self, executor: VerifyingExecutor, batch: RaggedBatch, rows: Sequence[int], limits: Sequence[int]

@@ -14,8 +14,9 @@ import torch
 
 from edgellm.decoding.draft_model import DraftHead, HostDraft, draft_batch, host_step
 from edgellm.decoding.draft_passes import HostPasses
-from edgellm.decoding.draft_tree import DraftTable, pack_mask, words_for
+from edgellm.decoding.draft_tree import DraftTable, pack_mask
 from edgellm.runtime.batch import RaggedBatch
+from edgellm.runtime.tree_rows import words_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,8 +29,30 @@ if TYPE_CHECKING:
     Int32Array = npt.NDArray[np.int32]
 
 
+class TreePasses(Protocol):
+    """The passes with which trees are grown; `HostTreePasses` and `device_trees.DeviceTreePasses`."""
+
+    def tables(
+        self, slots: Sequence[int], past: Sequence[int], limits: Sequence[int], page_rows: Int32Array
+    ) -> list[DraftTable]:
+        """Candidates behind the entries of each slot, as many levels as its limit; further entries are scratch.
+
+        Args:
+            past: entries of each that are written.
+            limits: at least 1, never rising.
+        Raises:
+            BrokenInvariantError: a slot has no entries.
+        """
+        ...
+
+
 class RankingHead(DraftHead, Protocol):
     """A head that also says how likely its proposals are."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it may propose."""
+        ...
 
     def rank(
         self,
@@ -119,14 +142,6 @@ class HostTreePasses(HostPasses):
     def tables(
         self, slots: Sequence[int], past: Sequence[int], limits: Sequence[int], page_rows: Int32Array
     ) -> list[DraftTable]:
-        """Candidates behind the entries of each slot, as many levels as its limit.
-
-        Args:
-            past: entries of each that are written.
-            limits: at least 1, never rising.
-        Raises:
-            BrokenInvariantError: a slot has no entries.
-        """
         firsts = [self._first(slot) for slot in slots]
         growing = [_Growing(slot, length, DraftTable(self._top_k)) for slot, length in zip(slots, past, strict=True)]
         own = torch.stack([hidden for _, hidden in firsts])

@@ -160,6 +160,7 @@ class RequestCoordinator:
                 self._stamp_first_token(slot, record)
             self._count(result)
         if result.finished:
+            self._count_drafts(result.finished)
             self._remove(ref.slot for ref, _ in result.finished)
         return outcomes
 
@@ -269,6 +270,11 @@ class RequestCoordinator:
                 metrics.prefill_tokens += entry.query_length
             else:
                 metrics.decode_tokens += entry.query_length
+
+    def _count_drafts(self, finished: Iterable[tuple[ResidentRef, BatchResult]]) -> None:
+        for _, snapshot in finished:
+            self._metrics.proposed_draft_tokens += snapshot.proposed_draft_tokens
+            self._metrics.accepted_draft_tokens += snapshot.accepted_draft_tokens
 
 
 def _num_tokens(execution: Sequence[ScheduledSequenceDescriptor]) -> int:

@@ -77,6 +77,7 @@ class RequestEngine(Uncopyable):
         self._metrics = EngineMetrics()
         self._channel = EngineChannel(config, self._metrics)
         open_session, close_runtime = _adapt(source)
+        self._check_decoder: Callable[[LLMGenerationRequest], None] = getattr(source, "check_decoder", _run_any)
         self._exit_hook = _ExitHook(self._channel)
         self._actor = EngineActor(
             channel=self._channel,
@@ -109,7 +110,7 @@ class RequestEngine(Uncopyable):
                 `max_pending_requests`, until one has ended; for callers that wait for the outcome anyway.  Its
                 timeout runs meanwhile, and a cancel ends it there.
         Raises:
-            UnsupportedRequestError: a kind of request that is never served.
+            UnsupportedRequestError: a kind of request that is never served, here or by the runtime's decoder.
             InvalidArgumentError: its priority, timeout, sampling, flags, cache policies, token callback or stream
                 channel are malformed, its priority would have no effect, or its stream channel was used before.
             AdmissionError: one of its fields raises when it is looked at.
@@ -119,6 +120,7 @@ class RequestEngine(Uncopyable):
         """
         require_home_process(self._process_id, "make a new one here, or start workers with the 'spawn' method")
         check_supported(request)
+        self._check_decoder(request)
         _check_engine_fields(request)
         _check_priority_counts(request.priority, self._scheduling)
         record = RequestRecord(
@@ -225,6 +227,10 @@ def _adapt(
     raise InvalidArgumentError(
         f"the engine got a {type(source).__name__}; pass a runtime with open_session(), or a session factory"
     )
+
+
+def _run_any(request: LLMGenerationRequest) -> None:
+    """`check_decoder` of sources that have none: admission tells."""
 
 
 def _check_engine_fields(request: LLMGenerationRequest) -> None:

@@ -118,6 +118,8 @@ class EngineMetrics:
         step_duration: `session.execute` alone.
         steps_context, steps_decode: steps by `StepResult.work`; steps_compact of them ran compact.
         prefill_tokens, decode_tokens: query tokens executed.
+        proposed_draft_tokens, accepted_draft_tokens: under speculative decoding, draft tokens that were verified, and
+            those that are in the texts, of all requests that ended.
         budget_steps: steps that the step-time budget bounded; steps_over_budget of them took longer than it.
         budget_unreachable: those of `budget_steps` for which even one page of a prompt was expected to take longer.
         budget_predicted_us, budget_measured_us: what those steps were expected to take, and took, in all.
@@ -150,6 +152,8 @@ class EngineMetrics:
     chunks: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     budget_steps: int = 0
     steps_over_budget: int = 0
     budget_unreachable: int = 0

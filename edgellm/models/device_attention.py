@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from edgellm.models.config import KVLayer, ModelConfig
     from edgellm.models.device_ops import DeviceOps
@@ -60,12 +60,17 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some rows of a step: their tokens, and what ragged attention reads of them."""
+    """Some rows of a step: their tokens, and what ragged attention reads of them.
+
+    Attributes:
+        mask: (tokens, words) int32, which tokens of its row each sees; None is those in front of it.
+    """
 
     tokens: slice
     slots: torch.Tensor
     query_start: torch.Tensor
     past_len: torch.Tensor
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,11 @@ class ChosenRows:
     """Some token rows of a step, each of which attends by itself in a layer that owns no K and V.
 
     Attributes:
+        index: (C,) int32, which token rows.
         slots, past_len, lengths: (C,) int32, as in `StepTensors`, of each token.
     """
 
+    index: torch.Tensor
     slots: torch.Tensor
     past_len: torch.Tensor
     lengths: torch.Tensor
@@ -93,7 +100,7 @@ class ChosenRows:
         torch.index_select(step.slots, 0, sequence.clamp_(min=0), out=slots)
         torch.index_select(step.positions, 0, step.logits_index, out=past_len)
         torch.add(past_len, 1, out=lengths)
-        return cls(slots, past_len, lengths)
+        return cls(step.logits_index, slots, past_len, lengths)
 
 
 class DeviceAttention:
@@ -129,15 +136,13 @@ class DeviceAttention:
         Args:
             max_rows: sequences of a step.  max_keys: tokens of one sequence.
         """
-        decode, prefill = 0, 0
-        for mode, head_dim in dict.fromkeys((layer.mode, layer.kind.head_dim) for layer in self._layers):
-            if mode is AttentionMode.DETERMINISTIC:
-                ragged = self._ops.prefill_workspace_bytes(max_rows, max_keys, self._num_heads, head_dim)
-                prefill = max(prefill, ragged)
-            elif mode is AttentionMode.SPLIT:
-                decode = max(decode, self._ops.decode_workspace_bytes(max_rows, self._num_heads, head_dim))
-                prefill = max(prefill, self._ops.prefill_workspace_bytes(0, 0, self._num_heads, head_dim))
-        return decode, prefill
+        return _workspace_bytes(self._layers, self._ops, self._num_heads, max_rows, max_keys)
+
+    @staticmethod
+    def bytes_for(config: ModelConfig, ops: DeviceOps, mode: AttentionMode, max_rows: int, max_keys: int) -> int:
+        """All that `reserve` allocates."""
+        layers = [_Layer.of(kind, mode) for kind in config.kv_layers]
+        return sum(_workspace_bytes(layers, ops, config.num_heads, max_rows, max_keys)) + 4 * (max_rows + 1)
 
     def reserve(self, max_rows: int, max_keys: int) -> None:
         """Allocate for the largest step; once, before anything is captured."""
@@ -170,7 +175,8 @@ class DeviceAttention:
         ) -> None:
             layer, pages = self._layers[kv_layer], self._kv_cache.pages(kv_layer)
             writes = qkv.shape[1] > out.shape[1]
-            places = (step.slots, step.token_seq, step.positions) if chosen is None else (None, None, None)
+            positions = step.positions if step.tree is None else step.tree.places
+            places = (step.slots, step.token_seq, positions) if chosen is None else (None, None, None)
             self._ops.rope_kv_write(
                 qkv,
                 angles,
@@ -188,8 +194,10 @@ class DeviceAttention:
             )
             if chosen is None:
                 self._attend(kv_layer, layer, qkv, pages, step, shape, out)
-            else:
+            elif step.tree is None:
                 self._attend_chosen(layer, qkv, pages, chosen, out)
+            else:
+                self._attend_chosen_of_trees(layer, qkv, pages, step, shape, chosen, out)
 
         return attend
 
@@ -222,11 +230,34 @@ class DeviceAttention:
         starts = self._starts_of_single_tokens(len(query))
         self._attend_ragged(layer, query, pages, _Rows(slice(None), chosen.slots, starts, chosen.past_len), out)
 
+    def _attend_chosen_of_trees(
+        self,
+        layer: _Layer,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        step: StepTensors,
+        shape: StepShape,
+        chosen: ChosenRows,
+        out: torch.Tensor,
+    ) -> None:
+        """Every row where it stands in its tree, since masks are of whole rows; others come to nothing that is read."""
+        all_rows = query.new_zeros((shape.tokens, query.shape[1])).index_copy_(0, chosen.index.long(), query)
+        attended = out.new_zeros((shape.tokens, out.shape[1]))
+        for rows in self._ragged_rows(step, shape, with_decode=False):
+            self._attend_ragged(layer, all_rows, pages, rows, attended)
+        torch.index_select(attended, 0, chosen.index, out=out)
+
     def _ragged_rows(self, step: StepTensors, shape: StepShape, *, with_decode: bool) -> Iterator[_Rows]:
         """Context rows, and then decode rows, which are sequences of one token.
 
-        Padding may stand between the two, so each part has starts of its own.
+        Padding may stand between the two, so each part has starts of its own.  In a step with trees masked rows and
+        long ones stand as they come: each part leaves out what is the other's, as if it were padding.
         """
+        if step.tree is not None:
+            yield _Rows(slice(None), step.tree.slots, step.query_start, step.past_len, step.tree.mask)
+            if shape.has_long_rows:
+                yield _Rows(slice(None), step.tree.long_slots, step.query_start, step.past_len)
+            return
         context = shape.context_rows
         if context:
             tokens = slice(0, shape.context_tokens)
@@ -260,13 +291,14 @@ class DeviceAttention:
         heads, scale, window = self._num_heads, self._scale, layer.kind.window
         if layer.mode is AttentionMode.EXACT:
             attend = self._ops.paged_attention_wide if layer.is_wide else self._ops.paged_attention_exact
-            attend(*arguments, num_heads=heads, scale=scale, window=window)
+            attend(*arguments, num_heads=heads, scale=scale, window=window, tree_mask=rows.mask)
             return
         self._ops.paged_prefill(
             *arguments,
             num_heads=heads,
             scale=scale,
             window=window,
+            tree_mask=rows.mask,
             deterministic=layer.mode is AttentionMode.DETERMINISTIC,
             workspace=self._prefill_workspace,
         )
@@ -295,3 +327,17 @@ class DeviceAttention:
             window=layer.kind.window,
             early_reads=early_reads,
         )
+
+
+def _workspace_bytes(
+    layers: Sequence[_Layer], ops: DeviceOps, num_heads: int, max_rows: int, max_keys: int
+) -> tuple[int, int]:
+    """Of decode attention, of ragged attention."""
+    decode, prefill = 0, 0
+    for mode, head_dim in dict.fromkeys((layer.mode, layer.kind.head_dim) for layer in layers):
+        if mode is AttentionMode.DETERMINISTIC:
+            prefill = max(prefill, ops.prefill_workspace_bytes(max_rows, max_keys, num_heads, head_dim))
+        elif mode is AttentionMode.SPLIT:
+            decode = max(decode, ops.decode_workspace_bytes(max_rows, num_heads, head_dim))
+            prefill = max(prefill, ops.prefill_workspace_bytes(0, 0, num_heads, head_dim))
+    return decode, prefill

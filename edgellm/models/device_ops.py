@@ -58,6 +58,7 @@ class DeviceOps:
         causal_conv, gated_delta, mamba2: rows of a step and their state by slot; `rows` is a `StateRows`.
         delta_gates: `(a, b, rate, bias, decay, beta)`, into the last two.
         scatter_state: state put back to checkpoints after verification.
+        commit_rows: K and V of accepted branches moved together.
         gated_delta_workspace, experts_workspace: bytes that these want, by the arguments that their modules document.
     """
 
@@ -79,6 +80,7 @@ class DeviceOps:
     delta_gates: Op
     gate_: Op
     scatter_state: Op
+    commit_rows: Op
     choose_experts: Op
     experts: Op
     gated_norm: Op
@@ -131,6 +133,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
         delta_gates=_of_module("gates", "delta_gates"),
         gate_=_of_module("gates", "gate_"),
         scatter_state=_of_module("scatter_state", "scatter_state"),
+        commit_rows=_of_module("commit_rows", "commit_rows"),
         choose_experts=_of_module("choose_experts", "choose_experts"),
         experts=_of_module("experts", "experts"),
         gated_norm=_of_module("gated_norm", "gated_norm"),
@@ -150,6 +153,7 @@ def reference_ops() -> DeviceOps:
     from edgellm.kernels.ref import (
         causal_conv,
         choose_experts,
+        commit_rows,
         embedding,
         experts,
         gated_delta,
@@ -192,6 +196,7 @@ def reference_ops() -> DeviceOps:
         delta_gates=gates.delta_gates,
         gate_=gates.gate_,
         scatter_state=scatter_state.scatter_state,
+        commit_rows=commit_rows.commit_rows,
         choose_experts=choose_experts.choose_experts,
         experts=experts.experts,
         gated_norm=gated_norm.gated_norm,

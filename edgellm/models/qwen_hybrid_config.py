@@ -35,6 +35,7 @@ DELTA = "linear_attention"
 ATTENTION = "full_attention"
 # Of the stored names: a language model alone, and one beside a vision model.
 PREFIXES = ("model.", "model.language_model.")
+MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 MAX_CONV_WIDTH = 8  # the kernel takes no more
 
 
@@ -81,6 +82,7 @@ class QwenHybridConfig(ModelConfig):
         packed_experts, packed_mtp_experts: the experts of a layer are stored as one tensor.
         num_mtp_layers: layers of the multi-token prediction head that the checkpoint stores.
         mtp_own_embeddings: the head has an embedding of its own.
+        stated_mtp_layers: fields of `config.json` that say how many layers it has, and what they say.
     """
 
     layer_kinds: tuple[str, ...]
@@ -93,6 +95,7 @@ class QwenHybridConfig(ModelConfig):
     packed_mtp_experts: bool = False
     num_mtp_layers: int = 0
     mtp_own_embeddings: bool = False
+    stated_mtp_layers: tuple[tuple[str, int], ...] = ()
 
     def settled(self, stored: Collection[str]) -> Self:
         """Prefix, packed experts, and whether there is a prediction head."""
@@ -191,6 +194,7 @@ def read_config(fields: Fields, architecture: Architecture) -> QwenHybridConfig:
         moe=moe,
         prefix=PREFIXES[nested],
         mtp_own_embeddings=text.flag("mtp_use_dedicated_embeddings", default=False),
+        stated_mtp_layers=tuple((name, text.integer(name, 0, MAX_LAYERS)) for name in MTP_LAYERS if name in text),
     )
 
 

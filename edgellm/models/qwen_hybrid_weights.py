@@ -120,9 +120,16 @@ def allocate_mtp(config: ModelConfig, new: NewTensor) -> tuple[MtpWeights, Targe
     config = hybrid(config)
     if config.num_mtp_layers != 1 or config.mtp_own_embeddings:
         raise UnsupportedModelError(
-            f"the checkpoint has {config.num_mtp_layers} multi-token prediction layers (mtp.layers.*), own embeddings: "
-            f"{config.mtp_own_embeddings}; a head of one layer that shares the model's embeddings is supported"
+            f"the checkpoint has {config.num_mtp_layers} multi-token prediction layers (mtp.layers.*), "
+            f"mtp_use_dedicated_embeddings is {config.mtp_own_embeddings}; a head of one layer "
+            "that shares the model's embeddings is supported"
         )
+    for name, count in config.stated_mtp_layers:
+        if count != config.num_mtp_layers:
+            raise UnsupportedModelError(
+                f"the checkpoint stores {config.num_mtp_layers} multi-token prediction layers (mtp.layers.*), and "
+                f"{name} in config.json is {count}; check that config.json belongs to it"
+            )
     targets: Targets = {}
     hidden = config.hidden_size
     store = _Store(new, "mtp.", targets)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from edgellm.errors import UnsupportedModelError
+from edgellm.errors import UnsupportedModelError, WeightFileError
+from edgellm.models.fields import naming
 from edgellm.models.loader import open_checkpoint
 from edgellm.models.moe import MoeWeights
 from edgellm.models.qwen_hybrid_config import ATTENTION
@@ -20,13 +21,15 @@ from edgellm.models.qwen_hybrid_weights import GatedAttentionWeights, allocate_m
 from edgellm.models.weights import fill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable
 
     from edgellm.decoding.draft_model import DraftStep
     from edgellm.decoding.draft_ops import DraftOps
     from edgellm.models.loader import LoadedModel
     from edgellm.models.qwen_hybrid_config import QwenHybridConfig
     from edgellm.models.qwen_hybrid_weights import HybridLayerWeights, MtpWeights
+
+PREFIX = "mtp."  # of the names of the head's stored tensors
 
 
 class MtpHead:
@@ -146,16 +149,31 @@ def load_mtp(model: LoadedModel) -> MtpWeights:
 
     Raises:
         UnsupportedModelError: the checkpoint has no head, or one of another form.
-        WeightFileError: a tensor is missing or has another shape than the config says.
+        WeightFileError: a tensor is missing, has another shape than the config says, or is not one of a head.
     """
-    _, source = open_checkpoint(model.path)
     like = model.weights.embedding
 
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    with torch.inference_mode():
+    with torch.inference_mode(), naming(model.path):
+        _, source = open_checkpoint(model.path)
         weights, targets = allocate_mtp(model.config, new)
+        _refuse_unread(targets, source.specs())
         fill(targets, source, like.device)
         finish_mtp(model.config, weights)
         return weights
+
+
+def _refuse_unread(targets: Collection[str], stored: Iterable[str]) -> None:
+    """
+    Raises:
+        WeightFileError: the checkpoint has a tensor of a head that this one is without.
+    """
+    left = sorted(name for name in stored if name.startswith(PREFIX) and name not in targets)
+    unread = [name for name in left if not name.endswith(".rotary_emb.inv_freq")]
+    if unread:
+        raise WeightFileError(
+            f"the checkpoint stores {unread[0]!r} (and {len(unread) - 1} more such tensors), which its multi-token "
+            "prediction head does not have: it shares the model's embedding and output matrix; use another decoder"
+        )

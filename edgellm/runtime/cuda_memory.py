@@ -26,7 +26,7 @@ DEFAULT_UNIFIED_POOL_FRACTION = 0.6
 _LIBRARY_BYTES = 160 << 20  # cuBLAS workspaces of two streams, loaded kernels
 _SAMPLING_COPIES = 4  # of the logits rows: edited, filtered, sorted, ids
 _DRAFT_ROWS = 3  # hidden rows of a token that a draft may ask for, one a layer
-_GRAPH_BYTES = 1 << 20  # one captured graph of a step, its kernel nodes
+GRAPH_BYTES = 1 << 20  # one captured graph of a step, its kernel nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,7 @@ class DeviceMemory:
         scratch_bytes: reserved for a step's rows, logits, sampling and the libraries.
         graph_bytes: reserved for captured graphs.
         verify_bytes: recurrent state after each token of a verification.
+        draft_bytes: what drafts take beside their pages: rows that wait, inputs, graphs and results of their passes.
     """
 
     device_name: str
@@ -46,12 +47,14 @@ class DeviceMemory:
     scratch_bytes: int
     graph_bytes: int
     verify_bytes: int = 0
+    draft_bytes: int = 0
     is_unified: bool = False
 
     @property
     def pool_bytes(self) -> int:
         """The most that pages, live recurrent state and kept checkpoints of it can have."""
-        return max(0, self.free_bytes - self.scratch_bytes - self.graph_bytes - self.verify_bytes)
+        taken = self.scratch_bytes + self.graph_bytes + self.verify_bytes + self.draft_bytes
+        return max(0, self.free_bytes - taken)
 
     @property
     def default_fraction(self) -> float:
@@ -61,10 +64,11 @@ class DeviceMemory:
     def describe(self) -> str:
         """One line beside the pool's own."""
         verify = f", state while verifying {format_bytes(self.verify_bytes)}" if self.verify_bytes else ""
+        drafts = f", drafts beside their pages {format_bytes(self.draft_bytes)}" if self.draft_bytes else ""
         shared = ", shared with the host" if self.is_unified else ""
         return (
             f"{self.device_name}: weights {format_bytes(self.weights_bytes)}, scratch "
-            f"{format_bytes(self.scratch_bytes)}, graphs {format_bytes(self.graph_bytes)}{verify}, "
+            f"{format_bytes(self.scratch_bytes)}, graphs {format_bytes(self.graph_bytes)}{verify}{drafts}, "
             f"{format_bytes(self.free_bytes)} free after the weights{shared}"
         )
 
@@ -76,11 +80,13 @@ def measure(
     weights_bytes: int,
     limits: ExecutorLimits,
     large_step_option: str = "",
+    draft_bytes: int = 0,
 ) -> DeviceMemory:
     """The memory of a device that holds the weights already.
 
     Args:
         large_step_option: the option that made `limits.step_tokens` larger than it is without, for the message.
+        draft_bytes: see `DeviceMemory`.
     Raises:
         InvalidArgumentError: nothing is left for the KV pool.
     """
@@ -91,6 +97,7 @@ def measure(
         scratch_bytes=scratch_bytes(graph, dtype, limits),
         graph_bytes=graph_bytes(limits),
         verify_bytes=limits.checkpoint_rows * state_bytes(graph.config.recurrent_pieces),
+        draft_bytes=draft_bytes,
         is_unified=device.is_integrated,
     )
     if not memory.pool_bytes:
@@ -127,7 +134,7 @@ def graph_bytes(limits: ExecutorLimits) -> int:
     """Bytes that captured graphs may take: those made at start, and twice as many that come up later."""
     buckets = StepBuckets.of(limits.num_slots, decode_apart=True, verify_tokens=limits.verify_tokens)
     at_start = len(buckets.at_start()) + len(buckets.verified_at_start())
-    return min(MAX_GRAPHS, 3 * at_start) * _GRAPH_BYTES
+    return min(MAX_GRAPHS, 3 * at_start) * GRAPH_BYTES
 
 
 def check_weights_fit(needed_bytes: int, device: CudaDevice, dtype: torch.dtype) -> None:

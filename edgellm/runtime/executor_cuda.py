@@ -8,7 +8,7 @@ the CPU, which is how everything above the kernels is tested.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,13 @@ from edgellm.runtime._step_packing import count_single_tail
 from edgellm.runtime.batch import StateResources, VerifyForward
 from edgellm.runtime.bound_steps import BoundSteps, StepKind
 from edgellm.runtime.cuda_graphs import EagerRunner, StepGraphs
+from edgellm.runtime.device_cuda import device_errors
 from edgellm.runtime.recurrent_state import check_recurrent
 from edgellm.runtime.run_ahead import AheadStep, context_part, following_step
 from edgellm.runtime.step_buckets import StepBuckets
 from edgellm.runtime.step_inputs import StepInputs, StepShape, split_rows
+from edgellm.runtime.tree_commit import TreeCommit
+from edgellm.runtime.tree_rows import words_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,17 +54,25 @@ class ExecutorLimits:
         num_slots, pages_per_slot: shape of the page table; at most `num_slots` sequences run in a step.
         step_tokens: tokens of an ordinary step; a larger one runs too, and takes more memory from then on.
         verify_tokens: most tokens of a row that verifies proposals; 1 where nobody proposes any.
+        trees: proposals may branch.  Rows that verify any are captured with masks then.
     """
 
     num_slots: int
     pages_per_slot: int
     step_tokens: int
     verify_tokens: int = 1
+    trees: bool = False
 
     def largest_step(self) -> StepShape:
         """What scratch memory is sized by: a step's tokens, and a row and its logits for every slot."""
         logits = self.num_slots * self.verify_tokens
-        return StepShape(max(self.step_tokens, logits), self.num_slots, self.num_slots, logits)
+        tokens = max(self.step_tokens, logits)
+        return StepShape(tokens, self.num_slots, self.num_slots, logits, self.mask_words)
+
+    @property
+    def mask_words(self) -> int:
+        """Words of a token's tree mask in steps that verify; 0 where no proposal branches."""
+        return words_for(self.verify_tokens) if self.trees else 0
 
     @property
     def checkpoint_rows(self) -> int:
@@ -114,6 +125,7 @@ class CudaExecutor:
         self._dtype = model.dtype
         self._waits = waits
         self._config = config
+        self._mask_words = limits.mask_words
         self._inputs = StepInputs(
             device=device.torch_device,
             num_slots=limits.num_slots,
@@ -122,6 +134,7 @@ class CudaExecutor:
             num_pages=kv_cache.num_pages,
             update_table=ops.update_table,
             has_pages=config.num_kv_layers > 0,
+            window=min((layer.window for layer in config.kv_layers if layer.window), default=0),
         )
         attention = DeviceAttention(config=config, ops=ops, kv_cache=kv_cache, page_table=self._inputs.table, mode=mode)
         attention.reserve(limits.num_slots, limits.pages_per_slot * kv_cache.page_size)
@@ -138,6 +151,8 @@ class CudaExecutor:
             device=device.torch_device,
         )
         self._steps.reserve(limits.largest_step())
+        self._commit = TreeCommit(kv_cache, self._inputs.table, ops.commit_rows, limits.verify_tokens)
+        self._has_run = False
         self._ahead: AheadStep | None = None
         # State that has moved on cannot be dropped, and what a verification leaves is not known before.
         self._runs_ahead = recurrent is None
@@ -198,7 +213,7 @@ class CudaExecutor:
             StepDeviceError: out of memory, a failed launch, or an error of earlier work that the device reports
                 now; state of the batch's sequences is unknown.
         """
-        self._inputs.check(batch, self.vocab_size)
+        self._check(batch)
         ahead, self._ahead = self._ahead, None
         with self._on_device(), self._step_errors(batch.num_tokens):
             logits = None if ahead is None else self._take_from(ahead, batch)
@@ -213,12 +228,10 @@ class CudaExecutor:
 
         Raises: as `forward`.
         """
-        self._inputs.check(batch, self.vocab_size)
+        self._check(batch)
         self._ahead, self._runs_ahead = None, False
-        verified: list[int] = []
-        if self._recurrent is not None:
-            selected = np.bincount(batch.logits_to_seq, minlength=batch.num_sequences)
-            verified = np.flatnonzero(selected > 1).tolist()
+        selected = np.bincount(batch.logits_to_seq, minlength=batch.num_sequences)
+        verified: list[int] = np.flatnonzero(selected > 1).tolist()
         with self._on_device(), self._step_errors(batch.num_tokens):
             return self._run(batch, verified, hidden=self._steps.gives_hidden)
 
@@ -237,6 +250,24 @@ class CudaExecutor:
         with self._on_device(), self._step_errors(0):
             recurrent.stage_rewind(state_index, kept)
             self._runner.run("rewind", recurrent.rewind_staged)
+
+    @torch.inference_mode()
+    def commit_rows(self, state_index: Sequence[int], past: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """See `TreeExecutor`; in stream order, never waits.
+
+        Raises:
+            ContractViolation: slots, lengths and branches contradict themselves, or no forward ran before.
+            StepDeviceError: as `forward`.
+        """
+        if not len(state_index):
+            return
+        if not self._has_run:
+            raise ContractViolation("rows are committed and no forward ran before")
+        with self._on_device(), self._step_errors(0):
+            if self._commit.reserve(max(map(len, rows), default=0)):
+                self._steps.forget()
+            self._commit.stage(state_index, past, rows)
+            self._runner.run("commit", self._commit.launch)
 
     @torch.inference_mode()
     def run_ahead(self, batch: RaggedBatch, token_ids: torch.Tensor) -> None:
@@ -288,17 +319,31 @@ class CudaExecutor:
         return len(kinds)
 
     def copy_pages(self, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]) -> None:
-        """Copy whole pages, all layers, in stream order."""
-        with self._on_device():
+        """Copy whole pages, all layers, in stream order.
+
+        Raises: as `KVCache.copy_pages`.
+        """
+        with device_errors("copying pages"), self._on_device():
             self._kv_cache.copy_pages(source_pages, target_pages)
 
+    def _check(self, batch: RaggedBatch) -> None:
+        """
+        Raises:
+            ContractViolation: the batch contradicts itself, or branches where recurrent state cannot.
+        """
+        self._inputs.check(batch, self.vocab_size)
+        if batch.tree_mask is not None and self._recurrent is not None:
+            raise ContractViolation("trees branch, and recurrent state does not; propose chains to this model")
+
     def _run(self, batch: RaggedBatch, verified: Sequence[int] = (), *, hidden: bool = False) -> VerifyForward:
-        exact = self._exact_shape(batch)
+        exact = self._exact_shape(batch, verified)
         padded = None if self._buckets is None else self._buckets.padded(exact)
-        kind = StepKind(exact if padded is None else padded, hidden=hidden, keeps_checkpoints=bool(verified))
         starts = self._lay_out(batch, verified)
+        shape = self._with_masks(exact if padded is None else padded, batch, verified)
+        kind = StepKind(shape, hidden=hidden, keeps_checkpoints=starts is not None)
         self._steps.reserve(kind.shape)
         self._inputs.stage(batch, kind.shape, starts)
+        self._has_run = True
         bound = self._steps.bind(kind, keep=padded is not None)
         if padded is None:
             bound.launch()
@@ -311,17 +356,25 @@ class CudaExecutor:
             logits, None if bound.hidden is None else _without_padding(bound.hidden, exact, kind.shape)
         )
 
-    def _exact_shape(self, batch: RaggedBatch) -> StepShape:
+    def _exact_shape(self, batch: RaggedBatch, verified: Sequence[int] = ()) -> StepShape:
         """Sizes without padding.
 
         Verified rows and others of one step take the same way.  So do all rows that move recurrent state on beside
         prompt chunks: padding between the two would belong to a row.
         """
-        apart = self._mode.decode_apart and len(batch.logits_index) <= batch.num_sequences
-        exact = split_rows(batch, decode_apart=apart)
+        exact = split_rows(batch, decode_apart=self._mode.decode_apart and not verified and batch.tree_mask is None)
         if self._recurrent is not None and exact.context_rows:
             return split_rows(batch, decode_apart=False)
         return exact
+
+    def _with_masks(self, shape: StepShape, batch: RaggedBatch, verified: Sequence[int]) -> StepShape:
+        """The shape with room for masks, where a proposal branches or might: few kinds of steps then cover all."""
+        words = self._mask_words if verified else 0
+        if batch.tree_mask is not None:
+            words = max(words, batch.tree_mask.shape[1])
+        if not words:
+            return shape
+        return replace(shape, mask_words=words, has_long_rows=not self._inputs.masked_rows(batch, words).all())
 
     def _lay_out(self, batch: RaggedBatch, verified: Sequence[int]) -> npt.NDArray[np.int32] | None:
         """Where checkpoints go, in a step that leaves any; more room for them where it is needed."""
@@ -353,7 +406,8 @@ class CudaExecutor:
         if self._buckets is None:
             return []
         has_state, hidden = self._recurrent is not None, self._steps.gives_hidden
-        verified = [StepKind(shape, hidden, has_state) for shape in self._buckets.verified_at_start()]
+        shapes = [replace(shape, mask_words=self._mask_words) for shape in self._buckets.verified_at_start()]
+        verified = [StepKind(shape, hidden, has_state) for shape in shapes]
         return verified + [StepKind(shape, hidden) for shape in self._buckets.at_start()]
 
     def _run_padding(self, kinds: list[StepKind], *, captured: bool) -> None:
@@ -366,6 +420,9 @@ class CudaExecutor:
         if self._recurrent is not None and self._recurrent.keeps_checkpoints:
             self._recurrent.stage_rewind((), ())
             run("rewind", self._recurrent.rewind_staged)
+        if self._mask_words:
+            self._commit.stage((), (), ())
+            run("commit", self._commit.launch)
 
     def _on_device(self) -> AbstractContextManager[None]:
         """Make our device the calling thread's current one, and float32 products float32's.

@@ -18,7 +18,8 @@ import torch
 from edgellm.errors import InvalidArgumentError
 from edgellm.kernels.ref import fp8_pages
 from edgellm.log import get_logger
-from edgellm.memory import format_bytes
+from edgellm.memory import count, format_bytes
+from edgellm.runtime.device_cuda import device_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -185,6 +186,11 @@ class KVCache:
         return next(iter(self._storages.values()))
 
     @property
+    def storages(self) -> list[tuple[int, torch.Tensor]]:
+        """(head_dim, `storage`) of each shape that layers have."""
+        return [(head_dim, storage) for (_, head_dim), storage in self._storages.items()]
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, its fp8 scales included."""
         scale_bytes = fp8_pages.SCALE_BYTES if self._dtype == FP8 else 0
@@ -256,18 +262,29 @@ class KVCache:
         """Copy whole pages, all layers; all sources are read before any target is written.
 
         Raises:
-            InvalidArgumentError: lengths differ, an id is out of range or a target is named twice.
+            InvalidArgumentError: no page numbers, lengths differ, an id is out of range or a target is named twice.
+                Nothing was copied.
+            StepDeviceError: the device failed; what the targets hold is unknown.
         """
         for name, ids in (("source", source_pages), ("target", target_pages)):
-            if len(ids) and (ids.min() < 0 or ids.max() >= self.num_pages):
-                raise InvalidArgumentError(f"{name} pages {ids.tolist()} are not all in [0, {self.num_pages})")
+            self._check_page_ids(name, ids)
         if len(source_pages) != len(target_pages) or len(set(target_pages.tolist())) != len(target_pages):
             raise InvalidArgumentError(
                 f"{len(source_pages)} source pages, {len(target_pages)} target pages {target_pages.tolist()}; "
                 "as many targets as sources, each once, are needed"
             )
-        for storage in self._storages.values():
-            self._copy_pages(storage, source_pages, target_pages)
+        with device_errors(f"copying {count(len(source_pages), 'page')}"):
+            for storage in self._storages.values():
+                self._copy_pages(storage, source_pages, target_pages)
+
+    def _check_page_ids(self, name: str, ids: npt.NDArray[np.int32]) -> None:
+        if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or not ids.size):
+            raise InvalidArgumentError(
+                f"{name} pages are {ids.dtype} of shape {ids.shape}; a list of whole page numbers in "
+                f"[0, {self.num_pages}) is needed"
+            )
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_pages):
+            raise InvalidArgumentError(f"{name} pages {ids.tolist()} are not all in [0, {self.num_pages})")
 
     def _copy_pages(
         self, storage: torch.Tensor, source_pages: npt.NDArray[np.int32], target_pages: npt.NDArray[np.int32]

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     import torch
 
     from edgellm.cache.types import DeploymentConfig
+    from edgellm.models.device_ops import DeviceOps
     from edgellm.models.loader import LoadedModel
     from edgellm.runtime.batch import Executor
+    from edgellm.runtime.executor_cuda import ExecutorLimits
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.runtime.recurrent_state import RecurrentState
     from edgellm.runtime.snapshot_storage import HybridSnapshotStorage
@@ -62,11 +64,17 @@ class DraftSizes:
         bytes_per_page: of its own pages; 0 where it has none.
         hidden_width: elements of the hidden row that a checkpoint of a sequence saves; 0 saves none.
         verify_tokens: most tokens of a row that the base verifies in one step; 1 where nothing is proposed.
+        trees: what it proposes may branch.
+        device_bytes: `(ops, device, limits)` to the bytes that it takes of a GPU beside weights and pages; None is 0.
+        write_ahead: see `DecodingKvHeadroom`.
     """
 
     bytes_per_page: int = 0
     hidden_width: int = 0
     verify_tokens: int = 1
+    trees: bool = False
+    device_bytes: Callable[[DeviceOps, torch.device, ExecutorLimits], int] | None = None
+    write_ahead: int = 0
 
 
 NO_DRAFT = DraftSizes()
@@ -241,7 +249,7 @@ def divide_memory(
         sizes,
         page_size=options.page_size,
         free_bytes=free_bytes,
-        default_tokens=options.max_batch_size * max_model_len,
+        default_tokens=options.max_batch_size * (max_model_len + draft.write_ahead),
         max_batch_size=options.max_batch_size,
     )
     return MemoryBudget(
@@ -254,6 +262,7 @@ def divide_memory(
         snapshot_slots=pools.num_snapshots,
         snapshot_bytes=pools.num_snapshots * sizes.snapshot,
         state_bytes=sizes.state * options.max_batch_size,
+        write_ahead=draft.write_ahead,
     )
 
 

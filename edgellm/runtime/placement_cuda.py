@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from edgellm.cache.types import row_width
 from edgellm.errors import InvalidArgumentError
 from edgellm.kernels.cu.paged_attention_exact import HEAD_DIM_STEP, MAX_HEAD_DIM
 from edgellm.kernels.cu.prefill_operands import MAX_GROUP
@@ -63,9 +64,13 @@ class CudaPlacement:
         """Without a budget: most of what weights and scratch leave, see `DeviceMemory.default_fraction`."""
         options = self._options
         check_model(model.config, model.dtype, deterministic=options.deterministic)
-        limits = self._limits(-(-max_model_len // options.page_size), draft)
+        limits = self._limits(row_width(max_model_len + draft.write_ahead, options.page_size), draft)
         graph = self._device_graph(model)
-        memory = measure(self._device, graph, model.dtype, model.weights.num_bytes(), limits, self._large_step_option())
+        drafts = 0
+        if draft.device_bytes is not None:
+            drafts = draft.device_bytes(self._ops, self._device.torch_device, limits)
+        weights, large = model.weights.num_bytes(), self._large_step_option()
+        memory = measure(self._device, graph, model.dtype, weights, limits, large, drafts)
         return divide_memory(
             model,
             options,
@@ -134,6 +139,7 @@ class CudaPlacement:
             pages_per_slot=pages_per_slot,
             step_tokens=step_tokens + options.page_size,
             verify_tokens=draft.verify_tokens,
+            trees=draft.trees,
         )
 
     def _large_step_option(self) -> str:

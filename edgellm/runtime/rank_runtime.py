@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from edgellm._core.page_table import KVPageTable
 from edgellm.cache.coordinator import ContextCacheCoordinator
-from edgellm.cache.deployment import SPEC_REUSE_CONTRACTS, check_support
+from edgellm.cache.deployment import SPEC_REUSE_CONTRACTS, VERIFYING_DECODERS, check_support
 from edgellm.cache.identity import request_key_extras
 from edgellm.cache.types import (
     ContextCacheConfig,
@@ -20,6 +21,7 @@ from edgellm.errors import (
     InvalidArgumentError,
     RequestFailed,
     UnsupportedModelError,
+    UnsupportedRequestError,
 )
 from edgellm.foreign import describe_value
 from edgellm.plugin_guard import build_decoder
@@ -103,6 +105,8 @@ class LLMRankRuntime:
         if decoder_kind in SPEC_REUSE_CONTRACTS:  # a kind that only a plugin knows is its plugin's to judge
             check_support(state.base_state_kind, decoder_kind)
         self.decoder_kind = decoder_kind
+        # The engine asks it on every thread and longer than the runtime lives: it knows the kind, not the runtime.
+        self.check_decoder = partial(_check_decoder, decoder_kind)
         built = decoder if decoder is not None else build_decoder(plugins.choose_decoder(decoder_kind))
         self.decoder: DecodingStrategy = built
         _check_verifies(self.decoder, executor)
@@ -110,6 +114,7 @@ class LLMRankRuntime:
         self.sampler = Sampler()
         self.guidance = Guidance(tokenizer, executor.vocab_size)
         profile = ContextCacheDeploymentProfile(state.base_state_kind, self.decoder.spec_reuse_contract())
+        plugins.require_policies(profile)
         self.page_table = state.base_page_table or _new_table(deployment, max(1, deployment.num_pages))
         self._draft_page_table = _draft_table(state, deployment, profile)
         self.coordinator = ContextCacheCoordinator(
@@ -251,6 +256,19 @@ class LLMRankRuntime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_decoder(kind: str, request: LLMGenerationRequest) -> None:
+    """Refuse what a kind of decoder cannot run.
+
+    Raises:
+        UnsupportedRequestError: the request switches speculation off, which this kind does not serve.
+    """
+    if request.disable_spec_decode and kind in VERIFYING_DECODERS:
+        raise UnsupportedRequestError(
+            f"disable_spec_decode is True, but the decoder of this deployment ({kind}) only verifies proposals and has "
+            "no model that decodes without them; leave it False"
+        )
 
 
 def _check_verifies(decoder: DecodingStrategy, executor: Executor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from edgellm.runtime._step_packing import (
 )
 from edgellm.runtime.attention_cpu import kv_offsets
 from edgellm.runtime.executor_cpu import check_batch
+from edgellm.runtime.tree_rows import check_trees, masked_rows, pack_trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     Int32Array = npt.NDArray[np.int32]
     TableUpdate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+_Words = TypeVar("_Words", torch.Tensor, "npt.NDArray[np.int32]")
 
 _ALIGNMENT = 4  # 16 bytes: kernels may read a section by wide loads
 _ENDLESS_PAGE = 1 << 30  # tokens; no sequence is as long
@@ -51,12 +54,17 @@ class StepShape:
         context_rows: sequences that go through ragged attention.
         decode_rows: sequences that go through decode attention.
         logits: rows whose logits are computed.
+        mask_words: words of a token's row of tree mask; 0 where no token has one.  With masks there are context rows
+            alone, see `edgellm.runtime.tree_rows`.
+        has_long_rows: some of them attend without masks.
     """
 
     context_tokens: int
     context_rows: int
     decode_rows: int
     logits: int
+    mask_words: int = 0
+    has_long_rows: bool = False
 
     @property
     def tokens(self) -> int:
@@ -65,6 +73,23 @@ class StepShape:
     @property
     def rows(self) -> int:
         return self.context_rows + self.decode_rows
+
+
+@dataclass(slots=True)
+class TreeTensors:
+    """What steps with tree masks have beside.
+
+    Attributes:
+        places: (T,) int32, where in its sequence each token's K and V go; 0 in padding.
+        slots: (N,) int32, `StepTensors.slots` of rows that attend by their masks; -1 for all others.
+        long_slots: (N,) int32, the same of rows that are too long for a mask.
+        mask: (T, mask_words) int32; bit j of a token: it sees token j of its row.
+    """
+
+    places: torch.Tensor
+    slots: torch.Tensor
+    long_slots: torch.Tensor
+    mask: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -80,6 +105,7 @@ class StepTensors:
         lengths: (N,) int32, tokens that have state after it; 0 in padding.
         logits_index: (L,) int32, token of each logits row; 0 in padding.
         checkpoint_start: (N,) int32, row of the checkpoint of each sequence's first token; -1 where none is kept.
+        tree: masks, in a step that has any.
     """
 
     token_ids: torch.Tensor
@@ -91,18 +117,25 @@ class StepTensors:
     lengths: torch.Tensor
     logits_index: torch.Tensor
     checkpoint_start: torch.Tensor
+    tree: TreeTensors | None = None
 
 
-_SECTIONS = tuple(field.name for field in fields(StepTensors))
+_ROW_SECTIONS = tuple(field.name for field in fields(StepTensors) if field.name != "tree")
+_CHECKPOINT_SECTION = _ROW_SECTIONS.index("checkpoint_start")
+_TREE_SECTIONS = tuple(f"tree {field.name}" for field in fields(TreeTensors))
+_OF_NOBODY = ("token_seq", "slots", "checkpoint_start", "tree slots", "tree long_slots")  # -1 in padding
 
 
 def section_sizes(shape: StepShape) -> tuple[int, ...]:
-    """int32 words of each section of `StepTensors`, in order, alignment not included."""
-    return (
+    """int32 words of each section of `StepTensors` and then of `TreeTensors`, in order, alignment not included."""
+    of_rows = (
         *(shape.tokens, shape.tokens, shape.tokens),
         *(shape.rows, shape.rows + 1, shape.rows, shape.rows),
         *(shape.logits, shape.rows),
     )
+    if not shape.mask_words:
+        return of_rows
+    return (*of_rows, shape.tokens, shape.rows, shape.rows, shape.tokens * shape.mask_words)
 
 
 def section_starts(shape: StepShape) -> list[int]:
@@ -121,6 +154,7 @@ class StepInputs:
         page_size, num_pages: of the KV pool; a step whose pages are not in it is refused.
         has_pages: False for a model without attention, whose batches name no pages: every sequence lies in page 0 then.
         update_table: `(table, slots, rows)`, all int32 on the device: `table[slots] = rows`.
+        window: smallest of the model's attention layers; 0 where none has any.
     Ownership: the device copy of a step is valid until the next `stage`, in stream order.
     """
 
@@ -134,6 +168,7 @@ class StepInputs:
         num_pages: int,
         update_table: TableUpdate,
         has_pages: bool = True,
+        window: int = 0,
     ) -> None:
         # Rows of the copy start at multiples of 16 bytes; columns behind the host's are never read.
         shape = (num_slots, _aligned(pages_per_slot))
@@ -146,10 +181,17 @@ class StepInputs:
         self._update_table = update_table
         self._update_words = max(_UPDATE_WORDS, shape[1] + 2 * _ALIGNMENT)
         self._device = device
+        self._window = window
         self._capacity = 0
         self._staging: list[HostStaging] = []
         self._turn = 0
         self._words = torch.empty(0, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def device_bytes(shape: StepShape, num_slots: int, pages_per_slot: int) -> int:
+        """Device memory of inputs that have room for a step of `shape`."""
+        width = _aligned(pages_per_slot)
+        return 4 * (num_slots * width + section_starts(shape)[-1] + max(_UPDATE_WORDS, width + 2 * _ALIGNMENT))
 
     @property
     def table_shape(self) -> tuple[int, int]:
@@ -168,9 +210,12 @@ class StepInputs:
 
     def views(self, shape: StepShape) -> StepTensors:
         """The device tensors of a step of `shape`; the same memory for every step of that shape."""
-        starts = section_starts(shape)
-        sizes = section_sizes(shape)
-        return StepTensors(*(self._words[start : start + size] for start, size in zip(starts, sizes, strict=False)))
+        found = self._sections(self._words, shape)
+        step = StepTensors(**{name: found[name] for name in _ROW_SECTIONS})  # type: ignore[arg-type]
+        if shape.mask_words:
+            places, slots, long_slots, mask = (found[name] for name in _TREE_SECTIONS)
+            step.tree = TreeTensors(places, slots, long_slots, mask.view(shape.tokens, shape.mask_words))
+        return step
 
     def check(self, batch: RaggedBatch, vocab_size: int) -> None:
         """Refuse a batch that contradicts itself or reads pages that it does not have.
@@ -178,22 +223,23 @@ class StepInputs:
         Raises:
             ContractViolation: names what is wrong.
         """
-        if batch.tree_mask is not None:
-            raise ContractViolation("trees of proposals are not verified on this device; propose chains")
         table = (len(self._shadow), self._pages_per_slot)
         if batch.page_rows.shape != table:
             raise ContractViolation(
                 f"the page table is {batch.page_rows.shape} (slots, pages a slot), the executor was built for {table}"
             )
-        if not self.is_sound(batch, vocab_size):
+        if batch.tree_mask is not None or not self.is_sound(batch, vocab_size):
             with suppress(ValueError):  # lengths of arrays that cannot even be compared
                 check_batch(batch, vocab_size)
                 if self._own_rows is None:
                     kv_offsets(batch, self._page_size, self._num_pages)
+                if batch.tree_mask is not None:
+                    check_trees(batch, batch.tree_mask, self._window)
+                    return
             raise ContractViolation("the arrays of the batch do not have the lengths that belong together; rebuild it")
 
     def is_sound(self, batch: RaggedBatch, vocab_size: int) -> bool:
-        """Whether `check` would pass a batch over a page table of the right shape."""
+        """Whether `check` would pass a batch without trees over a page table of the right shape."""
         return is_sound(
             batch.token_ids,
             batch.positions,
@@ -207,6 +253,10 @@ class StepInputs:
             self._page_size,
             self._num_pages,
         )
+
+    def masked_rows(self, batch: RaggedBatch, words: int) -> npt.NDArray[np.bool_]:
+        """(N,) which rows of a checked batch attend by masks of so many words."""
+        return masked_rows(batch, words, self._window)
 
     def has_rows_of(self, batch: RaggedBatch, first: int) -> bool:
         """Whether the device's table is the host's as far as sequences from `first` on of a checked batch read it."""
@@ -241,28 +291,38 @@ class StepInputs:
             shape.decode_rows,
             shape.logits,
         )
-        *starts, updates = section_starts(shape)
-        kept = staging.words[starts[-1] : starts[-1] + shape.rows]
+        starts = section_starts(shape)
+        first, updates = starts[_CHECKPOINT_SECTION], starts[-1]
+        kept = staging.words[first : first + shape.rows]
         kept.fill(-1)
         if checkpoint_start is not None:
             kept[: len(checkpoint_start)] = checkpoint_start
+        if shape.mask_words:
+            masked, sections = self.masked_rows(batch, shape.mask_words), self._sections(staging.words, shape)
+            pack_trees(batch, masked, *(sections[name] for name in _TREE_SECTIONS))
         sequence = self._send_rows(staging, batch, 0, updates, 0)
         while sequence < batch.num_sequences:
             sequence = self._send_rows(self._next_staging(), batch, updates, updates, sequence)
 
     def stage_padding(self, shape: StepShape) -> None:
         """Send a step in which every row is padding: it can be launched, and writes no state."""
-        staging = self._next_staging()
-        starts, sizes = section_starts(shape), section_sizes(shape)
-        staging.words[: starts[-1]] = 0
-        for name in ("token_seq", "slots", "checkpoint_start"):
-            index = _SECTIONS.index(name)
-            staging.words[starts[index] : starts[index] + sizes[index]] = -1
-        staging.send(self._words, 0, starts[-1])
+        staging, end = self._next_staging(), section_starts(shape)[-1]
+        staging.words[:end] = 0
+        sections = self._sections(staging.words, shape)
+        for name in sections.keys() & _OF_NOBODY:
+            sections[name].fill(-1)
+        staging.send(self._words, 0, end)
 
     def forget(self) -> None:
         """The device's copy of the table is in doubt (a step failed): send every row again before it is read."""
         self._shadow.fill(_NOTHING)
+
+    @staticmethod
+    def _sections(words: _Words, shape: StepShape) -> dict[str, _Words]:
+        """The sections that a step of `shape` has in `words`, by name."""
+        names, sizes = (*_ROW_SECTIONS, *_TREE_SECTIONS), section_sizes(shape)
+        starts = section_starts(shape)
+        return {name: words[start : start + size] for name, start, size in zip(names, starts, sizes, strict=False)}
 
     def _page_rows(self, batch: RaggedBatch) -> Int32Array:
         return batch.page_rows if self._own_rows is None else self._own_rows

@@ -16,6 +16,7 @@ from edgellm.errors import (
 )
 from edgellm.foreign import describe_value
 from edgellm.log import get_logger
+from edgellm.memory import pool_remedy
 from edgellm.request import CancelToken, LLMGenerationRequest
 from edgellm.sampling.params import SamplingParams
 from edgellm.session.finish import FinishRule
@@ -151,31 +152,31 @@ class SessionAdmission(SessionFrame):
             InputTooLongError: the prompt alone exceeds the KV capacity or the whole page pool.
         """
         geometry = self._geometry
-        capacity, extra = geometry.max_kv_capacity, geometry.headroom.base_extra_tokens
-        pool_tokens = geometry.num_pages * geometry.page_size
-        if length > capacity:
+        ahead, pool_tokens = geometry.headroom.write_ahead, geometry.num_pages * geometry.page_size
+        context = max(0, geometry.max_kv_capacity - ahead)
+        if length > context:
             raise InputTooLongError(
-                f"the prompt has {length} tokens, the model context is {capacity} (max_model_len); shorten the prompt"
+                f"the prompt has {length} tokens, the model context is {context} (max_model_len); shorten the prompt"
             )
-        if length + extra > pool_tokens:
-            pages = -(-(length + extra) // geometry.page_size)
+        if length + 1 + ahead > pool_tokens:
+            pages = -(-(length + 1 + ahead) // geometry.page_size)
             raise InputTooLongError(
                 f"the prompt has {length} tokens and never fits: it needs {pages} pages of {geometry.page_size} "
-                f"tokens, the whole KV pool has {geometry.num_pages}; raise kv_budget or shorten the prompt"
+                f"tokens, the whole KV pool has {geometry.num_pages}; {pool_remedy(ahead)} or shorten the prompt"
             )
         requested = request.sampling.max_tokens
-        # The last generated token never gets state, so plain decoding (one extra position) may fill the limit.
-        limit = min(capacity, pool_tokens)
-        room = limit - length - (extra - 1)
+        # The last generated token never gets state, so an answer may fill the limit.
+        room = min(context, pool_tokens - ahead) - length
         if room <= 0:
-            what = "a sequence may reach" if capacity <= pool_tokens else "the KV pool holds"
-            remedy = "shorten the prompt" if capacity <= pool_tokens else "shorten the prompt or raise kv_budget"
             return 0, (
-                f"the prompt has {length} tokens; together with an answer of at least {extra} it exceeds the {limit} "
-                f"that {what}; {remedy}"
+                f"the prompt has {length} tokens; together with an answer of at least 1 it exceeds the {context} "
+                "that a sequence may reach; shorten the prompt"
             )
         if room < requested:
-            _logger.warning("max_tokens %d is cut to %d: a prompt of %d tokens leaves no more", requested, room, length)
+            limit = "max_model_len" if room == context - length else "the KV pool"
+            _logger.warning(
+                "max_tokens %d is cut to %d: a prompt of %d tokens leaves no more of %s", requested, room, length, limit
+            )
         return min(requested, room), ""
 
     def _reserve_and_seat(self, resident: Resident) -> AdmissionResult:

@@ -89,8 +89,16 @@ class CheckpointedPrefill:
 
     def publish_boundary(self, resident: Resident, length: int) -> None:
         """MTP: publish the checkpoint at `length`, where the state stands and the ledger knows it."""
-        if not self.mtp or not self.is_boundary(resident, length):
-            return
+        if self.mtp and self.is_boundary(resident, length):
+            self._publish(resident, length)
+
+    def publish_ends(self, ended: Sequence[Resident]) -> None:
+        """MTP: answers ended, the ledger knows it, and their draft state is complete: publish a checkpoint of each."""
+        if self.mtp:
+            for resident in ended:
+                self._publish(resident, resident.committed)
+
+    def _publish(self, resident: Resident, length: int) -> None:
         hidden = self._decoder.boundary_hidden(resident.ref.slot)
         if hidden is None:
             raise BrokenInvariantError(

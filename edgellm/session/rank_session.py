@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgellm.cache.advances import OneTokenAdvances
-from edgellm.cache.deployment import VERIFYING_DECODERS
 from edgellm.cache.types import (
     ContextCacheBatchAdmission,
     ContextCacheCoordinatorStatus,
@@ -19,7 +18,7 @@ from edgellm.cache.types import (
     ContextCacheSequenceAdvance,
 )
 from edgellm.decoding.base import DecodingSeat
-from edgellm.errors import AdmissionError, BrokenInvariantError, InvalidArgumentError, UnsupportedRequestError
+from edgellm.errors import AdmissionError, BrokenInvariantError, InvalidArgumentError
 from edgellm.log import get_logger
 from edgellm.runtime.lowering import BatchLowering
 from edgellm.sampling.state import SamplingState
@@ -76,6 +75,7 @@ class RankRuntimeSession(SessionCore):
         self._request = self._open_container()
         self._tracks_common = self._coordinator.tracks_common(self._speculates, required=True)
         self._checkpoints = self._open_checkpoints()
+        self._drafts_trail = self._coordinator.runs_paired_draft(self._speculates)
         counts_pages = runtime.reserve_growth and self._coordinator.profile.has_attention
         self._growth = GrowthReserve(runtime.coordinator.manager, runtime.geometry) if counts_pages else None
         self._step_prepared = False
@@ -130,12 +130,7 @@ class RankRuntimeSession(SessionCore):
     # ---- admission --------------------------------------------------------------------------------------
 
     def _check_decoder(self, request: LLMGenerationRequest) -> None:
-        kind = self._runtime.decoder_kind
-        if request.disable_spec_decode and kind in VERIFYING_DECODERS:
-            raise UnsupportedRequestError(
-                f"disable_spec_decode is True, but the decoder of this deployment ({kind}) only verifies proposals and "
-                "has no model that decodes without them; leave it False"
-            )
+        self._runtime.check_decoder(request)
 
     def _make_sampling(self, request: LLMGenerationRequest, prompt: npt.NDArray[np.int32]) -> SamplingState:
         structured = request.sampling.structured
@@ -363,8 +358,11 @@ class RankRuntimeSession(SessionCore):
                 new_token(resident)
         if self._accepted:
             self._settle(decoded)
-        ended = [resident.index for resident in complete if resident.reason in _NORMAL_ENDS]
-        self._complete_step(decoded, ended)
+        ended = [resident for resident in complete if resident.reason in _NORMAL_ENDS]
+        kept = self._complete_drafts(ended)
+        self._complete_step(decoded, [resident.index for resident in ended])
+        if self._checkpoints is not None:
+            self._checkpoints.publish_ends(kept)
         return self._published() > self._published_before
 
     def _commit_chunk(self, resident: Resident) -> None:
@@ -402,6 +400,22 @@ class RankRuntimeSession(SessionCore):
                 kept.append(new)
         if slots:
             self._runtime.decoder.settle(self._runtime.executor, slots, kept)
+
+    def _complete_drafts(self, ended: Sequence[Resident]) -> list[Resident]:
+        """Those of the ended sequences whose answers are kept, once their draft state, which trails, is written.
+
+        All of it in one pass; none of them where the decoder does not do this.
+        """
+        if not self._drafts_trail:
+            return []
+        may_keep = self._request.impl.lengths.publishes_generated
+        kept = [resident for resident in ended if may_keep[resident.index]]
+        slots, lengths = [resident.ref.slot for resident in kept], [resident.committed for resident in kept]
+        if not kept or not self._runtime.decoder.complete_drafts(slots, lengths):
+            return []
+        if self._tracks_common:
+            self._coordinator.stream.synchronize()  # a common length is of state that exists
+        return kept
 
     def _complete_decode(self, step: Step, token_ids: npt.NDArray[np.int32]) -> None:
         """`_complete_step` where every row decoded one token; those that ended did so normally."""

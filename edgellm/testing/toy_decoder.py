@@ -58,6 +58,7 @@ class ToyChainDecoder(ChainDecoder):
         self.drafter = drafter or StateDrafter()
         self._contract = contract
         self.seats: dict[int, DraftSeat] = {}
+        self._machine: ToyMachine | None = None
 
     @property
     def paired(self) -> bool:
@@ -68,6 +69,7 @@ class ToyChainDecoder(ChainDecoder):
 
     def seat(self, executor: Executor, seat: DecodingSeat) -> None:
         super().seat(executor, seat)
+        self._machine = _machine(executor)
         twin = SoloRun(_machine(executor).model, seat.prompt.tolist())
         made = DraftSeat(seat.request_id, twin, seat.length, seat.length if self.paired else 0)
         if seat.boundary_hidden is not None:  # the entry at the boundary depends on a token that came behind it
@@ -85,6 +87,17 @@ class ToyChainDecoder(ChainDecoder):
 
     def boundary_hidden(self, slot: int) -> torch.Tensor | None:
         return self.seats[slot].last_hidden
+
+    def complete_drafts(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        if not self.paired or self._machine is None:
+            return False
+        for slot, length in zip(slots, lengths, strict=True):
+            seat = self.seats[slot]
+            seat.committed = length
+            if length - 1 in seat.hiddens:  # else the answer is one token, and the prompt's last row is the last
+                seat.last_hidden = _tensor(seat.hiddens[length - 1])
+            self._catch_up(self._machine, slot, seat)
+        return True
 
     def new_hidden_row(self) -> torch.Tensor:
         return torch.zeros((1, HIDDEN_WIDTH), dtype=torch.int64)
@@ -157,6 +170,10 @@ def _write_scratch(machine: ToyMachine, slot: int, position: int, proposal: int)
 def _numbers(hidden: torch.Tensor) -> HiddenRow:
     first, second = hidden.numpy().view(np.uint64).tolist()
     return first & _MASK, second & _MASK
+
+
+def _tensor(row: HiddenRow) -> torch.Tensor:
+    return torch.from_numpy(np.array(row, np.uint64).view(np.int64))
 
 
 def _machine(executor: Executor) -> ToyMachine:

@@ -454,7 +454,7 @@ class PlannerModel(TreeModel):
         n, size = len(symbols), self.page_size
         nodes = self.match(namespace, symbols)
         length, node = self.best_partial(namespace, nodes, symbols)
-        plan.known = len(nodes) * size + length
+        plan.known = len(nodes) * size + max(length, self.common_tail(namespace, nodes, symbols))
         record = next((r for r in self.usable_checkpoints(plan.mode, namespace, nodes, symbols)), None)
         if record is not None:
             plan.record, plan.matched, plan.reuse = record, record.length, record.length
@@ -469,6 +469,17 @@ class PlannerModel(TreeModel):
             plan.reason = ReuseStopReason.NO_CHECKPOINT
         else:
             plan.reason = self.why_stopped(namespace, symbols, plan.known, nodes, (length, node))
+
+    def common_tail(self, namespace: int, nodes: list[Node], symbols: Symbols) -> int:
+        """How many text tokens behind `nodes` the checkpoints there have in common with the prompt."""
+        start = len(nodes) * self.page_size
+        rest = symbols[start : start + self.page_size]
+        best = 0
+        for record in self.records_at(namespace, nodes[-1] if nodes else None):
+            if record.length:
+                tail = zip(record.symbols[start:], rest, strict=False)
+                best = max(best, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] >= 0, tail)))
+        return best
 
     def usable_checkpoints(
         self, mode: ReusePlanMode, namespace: int, nodes: list[Node], symbols: Symbols

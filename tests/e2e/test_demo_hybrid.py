@@ -11,7 +11,9 @@ from decoder_plugins import use_decoder_plugins
 from rich.console import Console
 from tiny_model import write_tiny_llama, write_tiny_qwen_hybrid
 
+import edgellm_hybrid.plugin
 from edgellm import cli, demo_hybrid
+from edgellm.plugins import PluginReport, PluginStatus, load_plugins
 
 
 @pytest.fixture(autouse=True)
@@ -46,32 +48,62 @@ def test_the_chat_is_the_same_with_the_head(tmp_path: Path, shown: tuple[io.Stri
     assert run("--hybrid", "--model", str(folder), "--max-tokens", "12", "--device", "cpu") == 0, shown[1].getvalue()
     lines = shown[0].getvalue().splitlines()
     assert "the texts are identical, token for token" in lines
-    rows = [line.split() for line in lines if len(line.split()) == 10 and line.strip().endswith("x")]
+    rows = [line.split() for line in lines if len(line.split()) == 11 and line.strip().endswith("x")]
     assert [row[0] for row in rows] == ["1", "2", "3", "4"]
     assert int(rows[0][2]) == int(rows[0][3]) == 0
     assert all(int(row[2]) > 100 and int(row[3]) > 100 for row in rows[1:])
-    assert sum(int(row[5]) for row in rows) > 0
+    assert [int(row[4]) - int(row[6]) for row in rows] == [int(row[7]) for row in rows]  # steps
 
 
-def test_without_a_checkpoint_it_says_what_to_pass(
+def hybrid_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """edgellm-hybrid, with its model in another folder."""
+    monkeypatch.setattr(edgellm_hybrid.plugin, "FOLDER", folder)
+    use_decoder_plugins(monkeypatch)
+
+
+def test_without_a_checkpoint_it_says_how_to_get_one(
+    tmp_path: Path, shown: tuple[io.StringIO, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid_in(tmp_path, monkeypatch)
+    assert run("--hybrid") == 1
+    said = shown[1].getvalue()
+    assert f"lacks its files (config.json and model.safetensors in {tmp_path})" in said
+    assert "python -m training train hybrid" in said
+    assert "or pass --model with" in said
+
+
+def test_without_the_plugin_it_is_named(
     shown: tuple[io.StringIO, io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_hybrid, "shipped_hybrid", lambda: None)
+    bare = load_plugins(autoload=False)
+    monkeypatch.setattr("edgellm.plugins.load_plugins", lambda: bare)
     assert run("--hybrid") == 1
-    assert "no checkpoint of one is installed with edgellm-hybrid; pass --model with" in shown[1].getvalue()
+    said = shown[1].getvalue()
+    assert (
+        "no plugin brings one; install package edgellm-hybrid (in the source tree of edgellm: pip install ./plugins/"
+        in said
+    )
+    assert ", or pass --model with the folder of" in said
 
 
-def test_the_shipped_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_plugin" / "model").mkdir(parents=True)
-    (tmp_path / "a_plugin" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(demo_hybrid, "PLUGIN", "a_plugin")
-    assert demo_hybrid.shipped_hybrid() is None
-    (tmp_path / "a_plugin" / "model" / "config.json").write_text("{}")
-    assert demo_hybrid.hybrid_model(None) == str(tmp_path / "a_plugin" / "model")
+def test_the_plugin_that_is_switched_off_is_named(
+    shown: tuple[io.StringIO, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = load_plugins(autoload=False)
+    bare.reports.append(PluginReport("hybrid", "edgellm-hybrid", "1", None, (), PluginStatus.SKIPPED))
+    monkeypatch.setattr("edgellm.plugins.load_plugins", lambda: bare)
+    assert run("--hybrid") == 1
+    assert "EDGELLM_PLUGINS leaves out its plugin 'hybrid'" in shown[1].getvalue()
+
+
+def test_the_shipped_checkpoint_is_shown(
+    tmp_path: Path, shown: tuple[io.StringIO, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid_in(write_tiny_qwen_hybrid(tmp_path, max_position_embeddings=1024), monkeypatch)
+    assert demo_hybrid.hybrid_model(None) == "edgellm-hybrid-7m"
     assert demo_hybrid.hybrid_model("mine") == "mine"
-    monkeypatch.setattr(demo_hybrid, "PLUGIN", "no_such_plugin")
-    assert demo_hybrid.shipped_hybrid() is None
+    assert run("--hybrid", "--max-tokens", "8", "--device", "cpu") == 0, shown[1].getvalue()
+    assert "the texts are identical, token for token" in shown[0].getvalue()
 
 
 @pytest.mark.parametrize("kind", ["no-head", "no-hybrid"])

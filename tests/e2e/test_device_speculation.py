@@ -127,10 +127,20 @@ def test_a_decoder_that_proposes_is_refused_where_nothing_verifies(tmp_path: Pat
 
 
 def test_trees_are_refused_where_only_chains_are_verified(tmp_path: Path) -> None:
+    class OfChains(Unverifying):
+        def __getattr__(self, name: str) -> Any:
+            if name == "commit_rows":
+                raise AttributeError(name)
+            return getattr(self._executor, name)
+
+    class Placement(ReferencePlacement):
+        def build_executor(self, *arguments: Any, **options: Any) -> Any:
+            return OfChains(super().build_executor(*arguments, **options))
+
     pair = PAIRS["eagle"](tmp_path)
     trees = SpeculativeOptions(decoder="eagle", draft=pair.draft, top_k=3)
-    with pytest.raises(UnsupportedModelError, match=r"top_k is 3, and .* verifies chains only"):
-        make_engine(pair.model, kv_budget=4096, speculative=trees)
+    with pytest.raises(UnsupportedModelError, match=r"top_k is 3, and OfChains verifies chains only"):
+        make_engine(pair.model, Placement, kv_budget=4096, speculative=trees)
 
 
 @pytest.mark.parametrize("batch", [1, 5])

@@ -203,7 +203,7 @@ class Forgetful(BaseEndpointPolicy):
 
 def plugins_with(policy: type[BaseEndpointPolicy]) -> Plugins:
     class Plugin:
-        EDGELLM_API = ((1, 1), (1, 2))
+        EDGELLM_API = ((1, 1), (1, 3))
 
         @hookimpl
         def edgellm_register_publication_policies(self, register):

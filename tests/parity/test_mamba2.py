@@ -189,5 +189,5 @@ def test_served_with_reuse_from_checkpoints(
 
 def test_serving_needs_the_package_that_knows_checkpoints(tmp_path: Path) -> None:
     served_folder(Mamba2Config, Mamba2ForCausalLM, BASE, tmp_path)
-    with pytest.raises(PluginError, match=r"pure_recurrent models.*pip install edgellm-hybrid"):
+    with pytest.raises(PluginError, match=r"pure_recurrent models.*package edgellm-hybrid"):
         LLM(tmp_path, device="cpu", max_model_len=128)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.decoding.draft_tree import DraftTable, DraftTree, depth_of, mark_trees, pack_mask, words_for
+from edgellm.decoding.draft_tree import DraftTable, DraftTree, depth_of, mark_trees, pack_mask
 from edgellm.runtime.batch import RaggedBatch
+from edgellm.runtime.tree_rows import words_for
 
 
 @st.composite

@@ -240,7 +240,7 @@ def test_157_the_runtime_asks_the_support_matrix():
     from edgellm.plugins import load_plugins
     from edgellm.runtime.rank_runtime import LLMRankRuntime
 
-    with pytest.raises(UnsupportedModelError, match="plain MTP"):
+    with pytest.raises(UnsupportedModelError, match=r"decoder .mtp. on an attention-only model is not supported"):
         LLMRankRuntime(
             None, None, GOOD, plugins=load_plugins(autoload=False), model_fingerprint="m", decoder_kind="mtp"
         )

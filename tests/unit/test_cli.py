@@ -172,7 +172,7 @@ def test_plugins_lists_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "200")
     result = CliRunner().invoke(cli.app, ["plugins"])
     assert result.exit_code == 0
-    for word in ("base-endpoint", "vanilla", "builtin", "decoders", "policies", "1.1-1.2"):
+    for word in ("base-endpoint", "vanilla", "builtin", "decoders", "policies", "1.1-1.3"):
         assert word in result.output
     assert "policies, the first that serves a request (priority): base-endpoint (0)" in result.output
 
@@ -182,8 +182,8 @@ def test_plugins_fit_80_columns_without_breaking_a_word(monkeypatch: pytest.Monk
     result = CliRunner().invoke(cli.app, ["plugins"])
     lines = [line.split() for line in result.output.splitlines()]
     version = plugins._own_version()
-    assert ["base-endpoint", "edgellm", version, "1.1-1.2", "policies", "builtin"] in lines
-    assert ["vanilla", "edgellm", version, "1.1-1.2", "decoders", "builtin"] in lines
+    assert ["base-endpoint", "edgellm", version, "1.1-1.3", "policies", "builtin"] in lines
+    assert ["vanilla", "edgellm", version, "1.1-1.3", "decoders", "builtin"] in lines
     assert all(len(line) == 6 for line in lines if line and line[-1] in ("builtin", "loaded"))
     assert max(len(line) for line in result.output.splitlines()) <= 80
 
@@ -193,8 +193,8 @@ def test_a_failed_plugin_tells_its_reason_below_the_table(monkeypatch: pytest.Mo
     monkeypatch.setenv("EDGELLM_PLUGINS", "absent")
     result = CliRunner().invoke(cli.app, ["plugins"])
     assert result.exit_code == 1
-    reason = "EDGELLM_PLUGINS names it, but it is not installed; install it or take it off the list"
-    assert f"absent: {reason}" in result.output.splitlines()
+    reason = "absent: EDGELLM_PLUGINS names it, and no plugin of that name is installed (installed: "
+    assert [line for line in result.output.splitlines() if line.startswith(reason)]
 
 
 class PlainTokenizer:

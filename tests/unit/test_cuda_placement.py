@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,43 @@ def test_state_after_each_verified_token_is_taken_off_the_pool() -> None:
     assert "state while verifying 10.0 MiB" in verifying.describe()
     grown = verifying.scratch_bytes + verifying.graph_bytes - plain.scratch_bytes - plain.graph_bytes
     assert plain.pool_bytes - verifying.pool_bytes == grown + verifying.verify_bytes
+
+
+def test_what_drafts_take_beside_their_pages_is_taken_off_the_pool() -> None:
+    device: Any = FakeDevice(8 * GIB)
+    plain = cuda_memory.measure(device, graph(), torch.bfloat16, GIB, limits())
+    drafting = cuda_memory.measure(device, graph(), torch.bfloat16, GIB, limits(), draft_bytes=300 * MIB)
+    assert plain.pool_bytes - drafting.pool_bytes == 300 * MIB
+    assert "drafts" not in plain.describe()
+    assert ", drafts beside their pages 300.0 MiB, 8.0 GiB free after the weights" in drafting.describe()
+    with pytest.raises(InvalidArgumentError, match="nothing is left for the KV pool"):
+        cuda_memory.measure(device, graph(), torch.bfloat16, GIB, limits(), draft_bytes=8 * GIB)
+
+
+def test_the_pool_of_a_deployment_leaves_room_for_its_drafts(
+    on_host: CudaPlacement, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The decoder is asked with the sizes that the deployment will have."""
+    monkeypatch.setattr(HostDevice, "free_memory_bytes", lambda self: 4 * GIB)
+    options = PlacementOptions(dtype="float32", kv_budget=0.5, page_size=16, max_batch_size=3)
+    on_gpu = CudaPlacement(torch.device("cpu"), options)
+    model = load_model(write_tiny_llama(tmp_path), dtype="float32")
+    asked = []
+
+    def device_bytes(ops: Any, device: torch.device, limits: ExecutorLimits) -> int:
+        asked.append((ops, device, limits.num_slots, limits.pages_per_slot, limits.verify_tokens))
+        return GIB
+
+    alone = DraftSizes(verify_tokens=4, write_ahead=3)
+    plain, drafting = (
+        on_gpu.size_pool(model, 256, draft) for draft in (alone, replace(alone, device_bytes=device_bytes))
+    )
+    deployment = DeploymentConfig(3, 256, 256 + 3, plain.page_size, plain.num_pages)
+    assert deployment.pages_per_slot == 18
+    assert asked == [(on_gpu._ops, torch.device("cpu"), 3, deployment.pages_per_slot, 4)]
+    lost = (plain.num_pages - drafting.num_pages) * plain.bytes_per_page
+    assert abs(lost - GIB // 2) <= plain.bytes_per_page
+    assert "drafts beside their pages 1.0 GiB" in drafting.describe()
 
 
 def test_no_room_for_a_pool_names_what_to_change() -> None:

@@ -125,8 +125,21 @@ def test_rows_that_nobody_kept_are_missed() -> None:
         passes.hold([kept(0, 13, hidden_rows(*range(13)))])
 
 
+def test_branches_of_trees_are_held_from_where_they_lie() -> None:
+    passes, _ = make()
+    both = [kept(0, 1, hidden_rows(1)), kept(1, 1, hidden_rows(5))]
+    passes.write(entries([0, 1], [0, 0], [1, 1], [0, 0]), both)
+    step = hidden_rows(90, 3, 91, 4, 92, 6)
+    branch = KeptRow(0, 1, np.zeros(2, np.int32), [], step_hidden=step, first=1, branch=[0, 2])
+    assert branch.hidden is not None
+    assert branch.hidden[:, 0].tolist() == [3, 4]
+    passes.hold([branch, kept(1, 1, step, 5)])
+    passes.write(entries([0, 1], [1, 1], [2, 1], [0, 0, 0]))
+    assert passes.chains([0, 1], [3, 2], [1, 1], TABLE) == [[2 + 4], [1 + 6]]
+
+
 def test_rows_of_several_tensors_are_held_as_well() -> None:
-    """Accepted branches of trees are copied out of the step's rows."""
+    """An executor may give each of them its own."""
     passes, _ = make()
     both = [kept(0, 1, hidden_rows(1)), kept(1, 1, hidden_rows(5))]
     passes.write(entries([0, 1], [0, 0], [1, 1], [0, 0]), both)

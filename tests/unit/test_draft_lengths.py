@@ -121,6 +121,48 @@ def test_a_sequence_that_gets_better_is_found_out() -> None:
     assert lengths.limits([0], [4]) == [4]
 
 
+def test_a_stall_while_proposing_hardly_changes_what_is_proposed() -> None:
+    lengths = taught(1.0, 0.05)
+    keep(lengths, 0, 1.0)
+    for depth in [4, 3, 4, 2, 4, 4, 1, 4, 4, 4]:
+        lengths.observe_proposing(depth, 0.02 * depth)
+    before = lengths.limits([0], [4])
+    lengths.observe_proposing(4, 500.0)
+    assert lengths.per_depth < 0.06
+    assert lengths.limits([0], [4]) == before == [4]
+
+
+@pytest.mark.parametrize("depths", [(3, 3, 3, 3), (1, 2, 3, 4), (0, 3, 0, 3)])
+def test_the_first_slow_calls_are_forgotten(depths: tuple[int, ...]) -> None:
+    lengths = DraftLengths()
+    lengths.times.observe(4, 60.0)
+    lengths.observe_proposing(3, 60.0)
+    for depth in depths:
+        lengths.times.observe(1 + depth, 1.0 + 0.1 * depth)
+        lengths.observe_proposing(depth, 0.2 * depth)
+    assert lengths.times.predict(1) == pytest.approx(1.0, abs=0.31)
+    assert lengths.per_depth == pytest.approx(0.2)
+
+
+def test_what_a_draft_does_anyway_is_no_cost_of_proposing() -> None:
+    lengths = taught(1.0, 0.05)
+    keep(lengths, 0, 1.0)
+    for depth in (4, 0, 1, 4, 1, 0, 1, 1):
+        lengths.observe_proposing(depth, 2.0 + 0.2 * depth)  # it writes state of its own, whatever is proposed
+    assert lengths.per_depth == pytest.approx(0.2)
+    assert lengths.limits([0], [4]) == [4]
+
+
+def test_a_draft_seen_at_one_depth_only_may_cost_something_at_none() -> None:
+    lengths = taught(1.0, 0.05)
+    for _ in range(20):
+        lengths.observe_proposing(4, 2.8)
+    assert lengths.per_depth == pytest.approx(0.7)
+    for _ in range(20):
+        lengths.observe_proposing(0, 2.0)
+    assert lengths.per_depth == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize("per_depth", [0.01, 0.2, 0.5])
 def test_a_draft_that_takes_time_shortens_the_chains_to_the_best_length(per_depth: float) -> None:
     lengths = taught(1.0, 0.05)
@@ -146,12 +188,28 @@ def test_nothing_is_proposed_where_nothing_may_be() -> None:
     assert [lengths.limits([0], [0]) for _ in range(40)] == [[0]] * 40
 
 
-def test_a_new_sequence_in_the_slot_starts_afresh() -> None:
+@pytest.mark.parametrize(("share", "kept_of_tried"), [(0.0, 0.0), (0.5, 5 / 6), (1.0, 1.0)])
+def test_a_new_sequence_is_expected_to_fare_as_all_did(share: float, kept_of_tried: float) -> None:
     lengths = taught(1.0, 0.1)
-    keep(lengths, 0, 0.0)
-    lengths.unseat([0][0])
-    lengths.seat(0)
     assert lengths.acceptance(0) == pytest.approx(0.7)
+    other = lengths.acceptance(3)
+    keep(lengths, 0, share, rounds=300)
+    assert lengths.acceptance(3) == other
+    for slot in (0, 3, 9):
+        lengths.unseat(slot)
+        lengths.seat(slot)
+        assert lengths.acceptance(slot) == pytest.approx(kept_of_tried, abs=0.01)
+
+
+def test_a_useless_draft_costs_its_first_rounds_once_not_once_a_request() -> None:
+    lengths, rounds, proposed = taught(1.0, 0.3), 0, 0
+    for _ in range(40):
+        lengths.seat(0)
+        for _ in range(12):  # answers shorter than the wait before the next try
+            (number,) = lengths.limits([0], [4])
+            lengths.observe(0, number, 0)
+            rounds, proposed = rounds + 1, proposed + number
+    assert 3 <= proposed - 4 <= rounds // 64 + 8, (proposed, rounds)
 
 
 def plain_lengths(acceptances: list[float], most: list[int], times: StepTimes, per_depth: float) -> list[int]:

@@ -267,6 +267,30 @@ def test_a_failed_step_is_a_device_error_and_the_table_is_sent_again(llama: Load
     assert torch.equal(executor.forward(batch), expected)
 
 
+def test_pages_that_cannot_be_copied_are_named_and_the_executor_goes_on(llama: LoadedModel) -> None:
+    executor = make_executor(llama)
+    batch = ragged_batch([(0, 0, [1, 2])], permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=10))
+    expected = executor.forward(batch).clone()
+    limit = executor.kv_cache.num_pages
+    with pytest.raises(InvalidArgumentError, match=rf"target pages \[{limit}\] are not all in \[0, {limit}\)"):
+        executor.copy_pages(np.array([0], np.int32), np.array([limit], np.int32))
+    assert torch.equal(executor.forward(batch), expected)
+
+
+def test_a_device_that_fails_under_a_copy_is_a_device_error(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor(llama)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(executor, "_on_device", fail)
+    with pytest.raises(StepDeviceError, match="copying pages failed: CUDA error") as caught:
+        executor.copy_pages(np.array([0], np.int32), np.array([1], np.int32))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 def fail_at_allocation(executor: CudaExecutor, number: int, patch: pytest.MonkeyPatch) -> None:
     """Let allocation `number`, from 0, of those that make room for a step fail."""
     calls = itertools.count()

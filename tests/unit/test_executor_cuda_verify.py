@@ -5,7 +5,8 @@ Everything is compared with `CpuExecutor`, step by step, over random steps as a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from verify_steps import VerifyPlan, verifying
 from edgellm.cache.types import BaseStateKind
 from edgellm.errors import BrokenInvariantError, ContractViolation, InvalidArgumentError
 from edgellm.models.device_attention import AttentionMode
-from edgellm.models.device_ops import reference_ops
+from edgellm.models.device_ops import DeviceOps, reference_ops
 from edgellm.models.loader import LoadedModel, load_model
 from edgellm.models.step import HiddenRequest
 from edgellm.runtime.batch import resources_of
@@ -73,12 +74,17 @@ def on_cpu(model: LoadedModel) -> Bench:
 
 
 def on_device(
-    model: LoadedModel, mode: AttentionMode = AttentionMode.EXACT, *, verify_tokens: int = VERIFY_TOKENS, **options: Any
+    model: LoadedModel,
+    mode: AttentionMode = AttentionMode.EXACT,
+    *,
+    verify_tokens: int = VERIFY_TOKENS,
+    ops: DeviceOps | None = None,
+    **options: Any,
 ) -> Bench:
     limits = ExecutorLimits(
         num_slots=NUM_SLOTS, pages_per_slot=PAGES_PER_SLOT, step_tokens=16, verify_tokens=verify_tokens
     )
-    ops, state = reference_ops(), None
+    ops, state = ops or reference_ops(), None
     if model.config.recurrent_pieces:
         state = DeviceRecurrentState(
             model.config.recurrent_pieces,
@@ -125,6 +131,31 @@ def test_random_steps_with_rewinds_are_those_of_the_cpu_executor(
     assert rewound > 10
     for ours, theirs in zip(slabs(device), slabs(cpu), strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_beside_a_verified_row_nobody_takes_decode_attention(tmp_path: Path, pad: bool) -> None:
+    """Also where a chunk without logits makes up for the verified row's: as many logits rows as sequences, or fewer."""
+    model = load_model(write_tiny_llama(tmp_path, head_dim=64), dtype="float32")  # heads that the usual kernels take
+    ops = reference_ops()
+    taken: list[int] = []
+
+    def decode(*arguments: Any, **named: Any) -> None:
+        taken.append(1)
+        ops.paged_decode(*arguments, **named)
+
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5)
+    chunks, verified, plain = [(4, 0, [1, 2, 3, 4, 5, 6]), (3, 0, [6, 5, 4, 3, 2])], (0, 0, [7, 8]), (1, 0, [9])
+    device, cpu = on_device(model, AttentionMode.SPLIT, ops=replace(ops, paged_decode=decode), pad=pad), on_cpu(model)
+    for rows in ([*chunks[:1], verified, plain], [*chunks, verified, plain], [verified, plain]):
+        batch = verifying(ragged_batch(rows, page_rows), [len(rows) - 2])
+        kept = batch.logits_to_seq >= len(rows) - 2  # the chunks do not end their prompts
+        batch.logits_index, batch.logits_to_seq = batch.logits_index[kept], batch.logits_to_seq[kept]
+        expected, actual = (bench.executor.forward_verify(batch).logits for bench in (cpu, device))
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        assert not taken
+    device.executor.forward_verify(ragged_batch([(1, 1, [9])], page_rows))
+    assert taken
 
 
 def slabs(bench: Bench) -> list[torch.Tensor]:
@@ -275,9 +306,10 @@ def test_state_of_another_model_is_refused(model: LoadedModel) -> None:
         )
 
 
-def test_trees_are_refused(model: LoadedModel) -> None:
-    device = on_device(model)
+def test_recurrent_state_does_not_branch(hybrid: LoadedModel) -> None:
+    device = on_device(hybrid)
     batch = ragged_batch([(1, 0, [9, 8])], permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5))
     batch.tree_mask = np.array([[1], [3]], np.int32)
-    with pytest.raises(ContractViolation, match="trees of proposals"):
-        device.executor.forward_verify(batch)
+    for forward in (device.executor.forward, device.executor.forward_verify):
+        with pytest.raises(ContractViolation, match="trees branch, and recurrent state does not"):
+            forward(batch)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgellm.errors import InvalidArgumentError
+from edgellm.errors import InvalidArgumentError, StepDeviceError
 from edgellm.kernels.ref.fp8_pages import dequantise_rows, quantise_rows, split_pages
 from edgellm.runtime import kv_cache
 from edgellm.runtime.kv_cache import KVBudget, KVCache, parse_kv_budget, parse_size
@@ -117,6 +117,36 @@ def test_copy_pages_reads_all_sources_first() -> None:
 def test_copy_pages_refuses(sources: list[int], targets: list[int], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         make_cache().copy_pages(np.array(sources, np.int32), np.array(targets, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "message"),
+    [
+        ([0.5], [1], r"source pages are float64 of shape \(1,\); a list of whole page numbers in \[0, 5\) is needed"),
+        ([[0], [1]], [2, 3], r"source pages are int64 of shape \(2, 1\)"),
+        ([0], 3, r"target pages are int64 of shape \(\)"),
+        ([0], [True], "target pages are bool"),
+        ([0], [2**32], r"target pages \[4294967296\] are not all in \[0, 5\)"),
+    ],
+)
+def test_copy_pages_refuses_what_are_no_page_numbers(sources: object, targets: object, message: str) -> None:
+    cache = make_cache()
+    cache.pages(0).fill_(1.0)
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.copy_pages(np.array(sources), np.array(targets))
+    assert bool((cache.pages(0) == 1.0).all())
+
+
+def test_a_device_that_fails_while_pages_are_copied_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(cache, "_copy_pages", broken)
+    with pytest.raises(StepDeviceError, match="copying 2 pages failed: CUDA error: an illegal") as caught:
+        cache.copy_pages(np.array([0, 1], np.int32), np.array([2, 3], np.int32))
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_gather_refuses_pages_that_do_not_cover_the_length() -> None:

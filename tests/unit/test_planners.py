@@ -6,6 +6,8 @@ numbered text and why.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -507,8 +509,32 @@ def test_58_checkpoint_at_the_end_of_the_prompt_is_of_no_use() -> None:
     manager = hybrid(8)
     checkpointed(manager, [*A, 5, 6])
     plan = manager.plan(chain([*A, 5, 6]))
-    assert (plan.kind, lengths(plan), plan.known_token_length) == (ReusePlanKind.NO_REUSABLE_PREFIX, (0, 0, 0), 4)
-    assert stop(plan) == ("no_checkpoint", 4)
+    assert (plan.kind, lengths(plan), plan.known_token_length) == (ReusePlanKind.NO_REUSABLE_PREFIX, (0, 0, 0), 6)
+    assert stop(plan) == ("no_checkpoint", 6)
+
+
+@pytest.mark.parametrize("store", [hybrid, pure, mtp])
+@pytest.mark.parametrize(
+    ("tokens", "known"),
+    [([*A, 5, 6], 6), ([*A, 5, 6, 7], 7), ([*A, 5, 9, 7, 7], 5), ([*A, 9, 6], 4), ([*A, *B], 8), ([*A, *B, 1], 8)],
+)
+def test_what_a_checkpoint_behind_the_prompt_holds_is_known(store: Callable, tokens: list[int], known: int) -> None:
+    """Its state is of no use; but the tokens were computed, and that is what the report must not deny."""
+    manager = store(12)
+    behind = [*A, *B, *C, 1, 2] if known == 8 else [*A, 5, 6, 7]
+    checkpointed(manager, behind, speculative=store is mtp)
+    checkpointed(manager, A[:3], speculative=store is mtp)
+    plan = manager.plan(chain(tokens), speculative=store is mtp)
+    assert lengths(plan) == (3, 3, 0)
+    assert (plan.known_token_length, stop(plan)) == (known, ("no_checkpoint", known))
+
+
+def test_media_in_the_tail_of_a_checkpoint_are_not_compared_one_by_one() -> None:
+    manager = hybrid(8)
+    cat = Hash128(1, 1)
+    Run(manager, chain([*A, 5, 0, 7], media=[None] * 5 + [cat, None])).checkpoint()
+    plan = manager.plan(chain([*A, 5, 0, 7], media=[None] * 5 + [cat, None]))
+    assert (plan.known_token_length, stop(plan)) == (5, ("no_checkpoint", 5))
 
 
 def test_59_aligned_checkpoint_has_no_partial_page() -> None:
@@ -551,7 +577,7 @@ def test_63_plain_checkpoint_is_a_miss_for_mtp() -> None:
     manager = mtp(8)
     checkpointed(manager, [1, 2, 3])
     plan = manager.plan(chain([1, 2, 3, 4, 5]), speculative=True)
-    assert (lengths(plan), plan.demand, stop(plan)) == ((0, 0, 0), demand(2, 2), ("no_record", 0))
+    assert (lengths(plan), plan.demand, stop(plan)) == ((0, 0, 0), demand(2, 2), ("no_checkpoint", 3))
 
 
 @pytest.mark.parametrize("length", [6, 8])

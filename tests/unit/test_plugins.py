@@ -121,7 +121,7 @@ def test_one_broken_plugin_does_not_take_the_others_down(install, caplog):
     assert "edgellm-broken 1.0" in caplog.text
 
 
-@pytest.mark.parametrize("api", [((2, 0), (2, 9)), ((0, 1), (0, 9)), ((1, 3), (1, 9))])
+@pytest.mark.parametrize("api", [((2, 0), (2, 9)), ((0, 1), (0, 9)), ((1, 4), (1, 9))])
 def test_version_outside_the_stated_range_is_refused_before_registration(install, api):
     calls = []
     install(FakeEntryPoint("old", lambda: make_plugin(api=api, policy=calls.append)))
@@ -226,7 +226,7 @@ def test_selected_but_not_installed_is_reported(install, monkeypatch):
     monkeypatch.setenv("EDGELLM_PLUGINS", "ghost")
     report = report_of(load_plugins(), "ghost")
     assert report.status is PluginStatus.FAILED
-    assert "not installed" in report.reason
+    assert "no plugin of that name is installed (installed: none)" in report.reason
 
 
 def test_strict_raises_with_distribution_and_reason(install, monkeypatch):
@@ -247,13 +247,14 @@ def test_strict_raises_with_distribution_and_reason(install, monkeypatch):
 )
 def test_missing_policy_names_the_distribution(install, profile, speculative, distribution):
     install()
-    with pytest.raises(PluginError, match=f"pip install {distribution}$"):
+    with pytest.raises(PluginError, match=rf"pip install \./plugins/{distribution}\)$"):
         load_plugins().choose_policy(profile, speculative)
 
 
 def test_missing_decoder_names_the_distribution(install):
     install()
-    with pytest.raises(PluginError, match=r"kind 'eagle' \(installed kinds: vanilla\); .*pip install edgellm-eagle$"):
+    known = r"kind 'eagle' \(installed kinds: vanilla\)"
+    with pytest.raises(PluginError, match=rf"{known}; .*pip install \./plugins/edgellm-eagle\)$"):
         load_plugins().choose_decoder("eagle")
     with pytest.raises(PluginError, match="choose one of those installed"):
         load_plugins().choose_decoder("nonsense")

@@ -187,3 +187,20 @@ def test_prediction_heads_of_another_form_are_refused(changes: dict[str, Any], n
     config = read(conditional(**changes)).settled(names)
     with pytest.raises(UnsupportedModelError, match="multi-token prediction layers"):
         allocate_mtp(config, lambda *shape: torch.empty(shape, device="meta"))
+
+
+@pytest.mark.parametrize("name", ["mtp_num_hidden_layers", "num_nextn_predict_layers"])
+def test_a_prediction_head_of_as_many_layers_as_the_config_says(name: str) -> None:
+    import torch
+
+    stored = ["mtp.layers.0.input_layernorm.weight"]
+    for value in (0, 2):
+        config = read(conditional(**{name: value})).settled(stored)  # plain decoding reads nothing of it
+        with pytest.raises(UnsupportedModelError, match=f"stores 1 .*{name} in config.json is {value}"):
+            allocate_mtp(config, lambda *shape: torch.empty(shape, device="meta"))
+    for unsaid in (1, None):
+        config = read(conditional(mtp_num_hidden_layers=None) | {name: unsaid}).settled(stored)
+        allocate_mtp(config, lambda *shape: torch.empty(shape, device="meta"))
+    for bad in (-1, "a", True):
+        with pytest.raises(UnsupportedModelError, match=f"text_config.{name} is {bad!r}; an integer from 0 to 1024"):
+            read(conditional(**{name: bad}))

@@ -290,6 +290,44 @@ def test_165_behaviour_19_failed_lease_loses_the_session(bench: Bench, monkeypat
         bench.drive.session.execute([])
 
 
+def test_a_copy_with_wrong_pages_is_refused_and_the_session_goes_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a partly reused page: what the copy is given is checked before the device hears of it."""
+    cache = bench.runtime.coordinator.resources.base_cache
+    copy_pages, limit = cache.copy_pages, cache.num_pages
+    bench.drive.admit(request(prompt_of(9)))
+    bench.drive.run()
+
+    def beyond(sources: np.ndarray, targets: np.ndarray) -> None:
+        copy_pages(sources, targets + limit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "copy_pages", beyond)
+        result = bench.drive.admit(request(prompt_of(6)))
+    assert result.status is AdmissionStatus.REJECTED
+    assert f"are not all in [0, {limit})" in result.reason
+    require_baseline_of_live(bench)
+    bench.drive.admit(request(prompt_of(6)))
+    bench.drive.run()
+    assert bench.drive.finished[2].generated_ids == twin(prompt_of(6), 8)
+
+
+def test_a_device_that_fails_under_a_copy_loses_the_session_and_says_why(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.drive.admit(request(prompt_of(9)))
+    bench.drive.run()
+
+    def broken(*_: object) -> None:
+        raise StepDeviceError("copying 1 page failed: illegal address")
+
+    monkeypatch.setattr(bench.runtime.coordinator.resources.base_cache, "copy_pages", broken)
+    with pytest.raises(SessionLostError, match="request 2 failed: copying 1 page failed: illegal address") as caught:
+        bench.drive.admit(request(prompt_of(6)))
+    assert isinstance(caught.value.__cause__, StepDeviceError)
+
+
 def test_behaviour_22_seating_failure_retracts_the_lease(bench: Bench) -> None:
     channel = StreamChannel.create()
     channel.attach()

@@ -161,3 +161,19 @@ def test_impossible_admissions_are_refused(table, admission, match):
     with pytest.raises(ContractViolation, match=match):
         table.add(record, record.request, admission, exclusive=False)
     assert state(table) == START
+
+
+def test_draft_tokens_are_counted_when_their_request_ends(table):
+    def counted():
+        return table._metrics.proposed_draft_tokens, table._metrics.accepted_draft_tokens
+
+    ended = [finished(0), finished(1), finished(2, FinishReason.CANCELLED)]
+    for proposed, (_, snapshot) in zip((8, 4, 2), ended, strict=True):
+        snapshot.proposed_draft_tokens, snapshot.accepted_draft_tokens = proposed, proposed // 2
+    table.commit(StepResult(ok=True, finished=ended[:1]), [], Materializer())
+    assert counted() == (8, 4)
+    with pytest.raises(ValueError, match="cannot decode"):  # whole or not at all
+        table.commit(StepResult(ok=False, finished=ended[1:]), [], Materializer(fail_on=1))
+    assert counted() == (8, 4)
+    table.commit(StepResult(ok=False, finished=ended[1:]), [], Materializer())
+    assert counted() == (14, 7)

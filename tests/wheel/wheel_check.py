@@ -57,7 +57,7 @@ def build_plugin_wheels() -> list[Path]:
 
 
 def check_plugin_contents(wheel: Path) -> None:
-    """One package with its sources, its type marker, its licence and its entry point; nothing else."""
+    """One package with its sources, its type marker, its licence, its data and its entry point; nothing else."""
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
     package = wheel.name.split("-")[0]
@@ -68,10 +68,18 @@ def check_plugin_contents(wheel: Path) -> None:
         required |= {
             f"{module.replace('.', '/')}.py" for module in re.findall(r"= ([\w.]+)$", entry_points, re.MULTILINE)
         }
+    required |= package_data(package)
     missing = sorted(required - set(names))
     foreign = sorted({name.split("/")[0] for name in names} - {package, info})
     if missing or foreign:
         raise SystemExit(f"wheel_check: {wheel.name} lacks {missing} and also installs {foreign}")
+
+
+def package_data(package: str) -> set[str]:
+    """What lies in a plugin's package beside its modules: checkpoints, where they are there, and their cards."""
+    source = ROOT / "plugins" / package.replace("_", "-") / "src"
+    files = [path for path in (source / package).rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    return {str(path.relative_to(source)) for path in files}
 
 
 def device_sources() -> list[str]:

@@ -17,8 +17,9 @@ from edgellm.decoding.paged_draft import DraftRows
 from edgellm.errors import InvalidArgumentError, UnsupportedModelError, WeightFileError
 from edgellm.models.loader import LoadedModel, load_model
 from edgellm.plugins import load_plugins
-from edgellm_eagle.checkpoint import read_head, save_head
-from edgellm_eagle.decoder import Eagle3Decoder, hidden_layers
+from edgellm_eagle.checkpoint import HeadWeights, read_head, save_head
+from edgellm_eagle.decoder import Eagle3Decoder
+from edgellm_eagle.head_config import hidden_layers
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, DRAFT_VOCAB = 64, 4, 2, 16, 80, 100
 CONFIG = {
@@ -191,7 +192,7 @@ def test_a_head_that_knows_the_answer_is_believed(target: Path, head: Path) -> N
 
 
 def test_no_head(target: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="needs a head"):
+    with pytest.raises(InvalidArgumentError, match="needs an EAGLE-3 head that was trained for this model"):
         speculating(target, None)
     with pytest.raises(InvalidArgumentError, match="no folder"):
         speculating(target, Path("/nonexistent"))
@@ -201,16 +202,81 @@ def test_no_head(target: Path) -> None:
     ("change", "message"),
     [
         ({"fc.weight": torch.zeros(HIDDEN, HIDDEN)}, "fc.weight"),
-        ({"d2t": torch.full((DRAFT_VOCAB,), 999)}, "d2t names the target token"),
+        ({"d2t": torch.full((DRAFT_VOCAB,), 999)}, "d2t names the model's token 999 at place 0, the model has 257"),
+        ({"d2t": torch.arange(DRAFT_VOCAB) - 3}, "d2t names the model's token -3 at place 0"),
+        ({"d2t": torch.full((DRAFT_VOCAB,), 2**63 - 1)}, "token 9223372036854775807 at place 0"),
+        ({"d2t": torch.zeros(DRAFT_VOCAB) + 0.6}, "tensor 'd2t' is stored as torch.float32; integers are needed"),
+        ({"d2t": torch.zeros(DRAFT_VOCAB, dtype=torch.bool)}, "tensor 'd2t' is stored as torch.bool"),
+        ({"lm_head.weight": torch.zeros((DRAFT_VOCAB, HIDDEN), dtype=torch.int8)}, "'lm_head.weight' .* torch.int8"),
+        ({"lm_head.weight": torch.zeros((DRAFT_VOCAB, HIDDEN)).to(torch.float8_e4m3fn)}, "torch.float8_e4m3fn"),
+        ({"fc.weight": torch.zeros((HIDDEN, 3 * HIDDEN), dtype=torch.complex64)}, "torch.complex64"),
+        ({"norm.weight": torch.zeros(HIDDEN, dtype=torch.int32)}, "'norm.weight' is stored as torch.int32"),
+        (
+            {"embed_tokens.weight": torch.zeros((257, HIDDEN), dtype=torch.uint8)},
+            "'embed_tokens.weight' .*uint8",
+        ),
         ({"midlayer.mlp.up_proj.weight": None}, "lacks the tensor"),
         ({"midlayer.hidden_norm.weight": None}, "no EAGLE-3 head"),
+        ({"midlayer.self_attn.q_proj.bias": torch.zeros(HIDDEN)}, "stores 'midlayer.self_attn.q_proj.bias'"),
+        ({"fc.bias": torch.zeros(HIDDEN)}, r"stores 'fc.bias' \(and 0 more"),
+        ({"layers.1.mlp.up_proj.weight": torch.zeros(INNER, HIDDEN)}, "stores 'layers.1.mlp.up_proj.weight'"),
     ],
 )
 def test_heads_that_do_not_fit(tmp_path: Path, target: Path, change: dict[str, Any], message: str) -> None:
     tensors = {**head_tensors(), **change}
     save_head(tmp_path, CONFIG, {name: tensor for name, tensor in tensors.items() if tensor is not None})
-    with pytest.raises((UnsupportedModelError, WeightFileError), match=message):
+    with pytest.raises((UnsupportedModelError, WeightFileError), match=message) as caught:
         speculating(target, tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias is True; false is needed"),
+        ({"qkv_bias": True}, "qkv_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"norm_before_residual": True}, "norm_before_residual is True"),
+        ({"norm_before_fc": True}, "norm_before_fc is True"),
+        ({"sliding_window": 4, "use_sliding_window": True}, "use_sliding_window is True"),
+        ({"layer_types": ["sliding_attention"]}, r"layer_types is \['sliding_attention'\]; .*'full_attention'"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; 1 is needed"),
+        ({"vocab_size": 99999}, "vocab_size is 99999; the model's 257 is needed"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state is False"),
+        ({"eagle_config": {"norm_before_fc": True}}, "eagle_config.norm_before_fc is True"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+            r"eagle_config.eagle_aux_hidden_state_layer_ids is \[0, 1, 3\]; .*\[2, 3, 3\].*\[1, 2, 2\]",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, r"eagle_aux_hidden_state_layer_ids is \[2, 3, 4\]"),
+        ({"eagle_config": 3}, "eagle_config is 3"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_configs_that_ask_for_more(tmp_path: Path, target: Path, change: dict[str, Any], message: str) -> None:
+    save_head(tmp_path, CONFIG | change, head_tensors())
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        speculating(target, tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_bias": False, "mlp_bias": None, "sliding_window": 4, "use_sliding_window": False},
+        {"vocab_size": None, "num_hidden_layers": None, "layer_types": ["full_attention"]},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 3], "use_aux_hidden_state": True}},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 2]}},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}, "eagle_aux_hidden_state_layer_ids": None},
+    ],
+)
+def test_configs_that_say_what_is_done(tmp_path: Path, target: Path, head: Path, change: dict[str, Any]) -> None:
+    model = load_model(target)
+    save_head(tmp_path, CONFIG | change, head_tensors() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    assert (
+        read_head(tmp_path, model.config, model.weights.embedding)[0]
+        == read_head(head, model.config, model.weights.embedding)[0]
+    )
 
 
 def test_a_damaged_file(tmp_path: Path, target: Path) -> None:
@@ -219,8 +285,29 @@ def test_a_damaged_file(tmp_path: Path, target: Path) -> None:
     with pytest.raises(WeightFileError, match="cannot be read"):
         speculating(target, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(WeightFileError, match="holds neither"):
+    with pytest.raises(WeightFileError, match=r"holds no model\.safetensors or pytorch_model\.bin"):
         speculating(target, tmp_path)
+
+
+BAD_FILES = {
+    "a list": ([1, 2], "holds a list; a dict of tensors by name is needed"),
+    "a tensor": (torch.ones(3), "holds a Tensor"),
+    "a key that is no text": ({1: torch.ones(2)}, "holds the key 1"),
+    "a dict in the dict": ({"model": {"fc.weight": torch.ones(2)}}, "holds a dict under 'model'; a tensor is needed"),
+    "a number": ({"fc.weight": 3}, "holds a int under 'fc.weight'"),
+    "a sparse tensor": ({"fc.weight": torch.eye(HIDDEN).to_sparse()}, "tensor 'fc.weight' is torch.sparse_coo on cpu"),
+    "a tensor without numbers": ({"fc.weight": torch.empty(3, device="meta")}, "'fc.weight' is torch.strided on meta"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_file_of_torch_that_holds_something_else(tmp_path: Path, target: Path, kind: str) -> None:
+    held, message = BAD_FILES[kind]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save({**head_tensors(), **held} if isinstance(held, dict) else held, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightFileError, match=message) as caught:
+        speculating(target, tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_target_that_is_too_shallow() -> None:
@@ -242,6 +329,26 @@ def test_a_head_of_another_file_form_with_its_own_embedding_is_read_alike(
     assert torch.equal(weights.embedding, embedding)
     assert torch.equal(weights.qkv, same.qkv)
     assert torch.equal(weights.to_target, same.to_target)
+
+
+def test_a_head_is_read_however_its_file_lays_the_numbers_out(tmp_path: Path, target: Path, head: Path) -> None:
+    model = load_model(target)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    tensors = head_tensors()
+    laid = {name: t.t().contiguous().t() if t.ndim == 2 else t.repeat_interleave(2)[::2] for name, t in tensors.items()}
+    laid["o"] = laid.pop("midlayer.self_attn.o_proj.weight")
+    negated = torch.complex(torch.zeros(HIDDEN, HIDDEN), -laid.pop("o")).conj().imag
+    assert negated.is_neg()
+    torch.save({**laid, "midlayer.self_attn.o_proj.weight": negated}, tmp_path / "pytorch_model.bin")
+    _, weights = read_head(tmp_path, model.config, model.weights.embedding)
+    _, wanted = read_head(head, model.config, model.weights.embedding)
+    for name in HeadWeights.__slots__:
+        tensor = getattr(weights, name)
+        assert tensor.is_contiguous(), name
+        assert torch.equal(tensor, getattr(wanted, name)), name
+    with speculating(target, tmp_path) as llm, speculating(target, head) as same:
+        params = SETTINGS["greedy"]
+        assert llm.generate(PROMPTS, params)[0].token_ids == same.generate(PROMPTS, params)[0].token_ids
 
 
 def test_a_head_of_the_whole_vocabulary_needs_no_map(tmp_path: Path, target: Path) -> None:

@@ -334,8 +334,7 @@ def test_sequences_run_to_the_end_of_their_room(
         recount(helped.runtime.coordinator)
     for output, expected in zip(outputs, wanted, strict=True):
         assert output.finish_reason == "length"
-        assert 20 < len(output.token_ids) < len(expected.token_ids)
-        assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+        assert output.token_ids == expected.token_ids
 
 
 def test_a_head_with_fewer_tokens_than_candidates(target: Path, tmp_path: Path) -> None:

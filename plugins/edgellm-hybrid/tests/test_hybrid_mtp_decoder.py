@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_model import write_tiny_llama, write_tiny_qwen_hybrid
 
 import edgellm_hybrid.plugin
 from edgellm import LLM, SamplingParams, SpeculativeOptions
-from edgellm.errors import InvalidArgumentError, UnsupportedModelError
+from edgellm.errors import InvalidArgumentError, UnsupportedModelError, WeightFileError
 from edgellm.plugins import load_plugins
 
 PROMPTS = ["the quick brown fox", "a", "0123456789" * 7, "to be or not to be", "zz top zz top"]
@@ -106,6 +108,36 @@ def test_a_draft_is_refused(folder: Path) -> None:
 def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no multi-token prediction head"):
         load(write_tiny_qwen_hybrid(tmp_path, mtp=False), num_drafts=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("mtp.lm_head.weight", torch.zeros(257, 48), "stores 'mtp.lm_head.weight' .* does not have"),
+        ("mtp.fc.bias", torch.zeros(48), "stores 'mtp.fc.bias'"),
+        ("mtp.fc.weight", torch.zeros(48, 40), r"'mtp.fc.weight' is stored as \[48, 40\]"),
+        ("mtp.fc.weight", None, "lacks .* 'mtp.fc.weight'"),
+    ],
+)
+def test_heads_that_do_not_fit(
+    folder: Path, tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    tensors = {stored: each for stored, each in load_file(path).items() if stored != name}
+    save_file(tensors if tensor is None else tensors | {name: tensor}, path, metadata={"format": "pt"})
+    with pytest.raises(WeightFileError, match=message) as caught:
+        load(tmp_path, num_drafts=2)
+    assert str(tmp_path) in str(caught.value)
+    load(tmp_path).close()  # plain decoding has no use for it
+
+
+def test_a_rope_table_beside_the_head_is_left_unread(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    table = {"mtp.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(path) | table, path, metadata={"format": "pt"})
+    load(tmp_path, num_drafts=2).close()
 
 
 def test_an_attention_model_is_refused(tmp_path: Path) -> None:

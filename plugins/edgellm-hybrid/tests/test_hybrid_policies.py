@@ -68,7 +68,7 @@ class TestMtpConformance(PolicyConformance):
     policy = HybridMtpPolicy
     profile = MTP
     speculative = True
-    publishes_generated = False  # the draft trails where an answer ends, so no checkpoint is taken there
+    publishes_generated = False  # the runtime asks for the checkpoint of an answer; the suite's driver does not
 
 
 def make_driver(profile, **options):
@@ -222,9 +222,10 @@ def test_129_a_cold_request_starts_from_zeros_and_a_hit_is_restored(profile):
     cold = run(driver, PROMPT, 6)
     again = run(driver, PROMPT, 6)  # its only checkpoint is at its end, which leaves nothing to compute
     assert (cold.reuse.reused_tokens, again.reuse.reused_tokens, metrics(driver).hybrid_restores) == (0, 0, 0)
-    assert again.reuse.stop_reason is ReuseStopReason.NO_CHECKPOINT
+    assert (again.reuse.stop_reason, again.reuse.stop_position) == (ReuseStopReason.NO_CHECKPOINT, len(PROMPT))
     warm = run(driver, PROMPT, 6)
     assert (warm.reuse.reused_tokens, metrics(driver).hybrid_restores) == (8, 1)
+    assert (warm.reuse.stop_reason, warm.reuse.stop_position) == (ReuseStopReason.NO_CHECKPOINT, len(PROMPT))
     assert warm.generated == again.generated == cold.generated == expected_text(driver, PROMPT, 6)
     driver.close()
 
@@ -367,6 +368,41 @@ def test_135_an_mtp_boundary_that_says_nothing_new_is_skipped(mtp):
         publish(8, row=-1)
     assert metrics(mtp).current_records == 0
     request.abandon()
+
+
+@pytest.mark.parametrize("commit_policy", ContextCacheCommitPolicy)
+def test_135_a_boundary_in_an_answer_is_published_where_generated_tokens_are(mtp, commit_policy):
+    sequence = mtp.admit(PROMPT, commit=commit_policy)
+    mtp.prefill(sequence)
+    before = metrics(mtp)
+    mtp.step()
+    committed = mtp.request.sequence(0).committed_state_length
+    rows = torch.zeros((1, 1, HIDDEN_WIDTH), dtype=torch.int64)
+    assert committed > len(PROMPT)
+    assert mtp.coordinator.publish_hybrid_mtp_endpoint(mtp.request, 0, committed, rows, 0) is OK
+    published = metrics(mtp).committed_publications - before.committed_publications
+    assert published == (commit_policy is ContextCacheCommitPolicy.INCLUDING_GENERATED_TOKENS)
+    assert metrics(mtp).hybrid_capture_synchronizations - before.hybrid_capture_synchronizations == published
+
+
+@pytest.mark.parametrize(("length", "kept"), [(10, True), (12, False), (26, True)])
+def test_the_end_of_an_mtp_answer_is_kept_where_it_will_be_asked_for(monkeypatch, length, kept):
+    """The prompt's own boundaries always; of an answer those that a plain one would have."""
+    published = []
+    monkeypatch.setattr(
+        HybridMtpPolicy, "publish_boundary", lambda policy, request, slot, length, *rest: published.append(length) or OK
+    )
+    sequence = types.SimpleNamespace(
+        wanted_checkpoints=(4,),
+        template_boundaries=(),
+        replay_tail_length=0,
+        committed_state_length=length,
+        lengths=types.SimpleNamespace(prompt=[10]),
+    )
+    policy = HybridMtpPolicy(types.SimpleNamespace(config=types.SimpleNamespace(checkpoint_interval_tokens=8)))
+    request = types.SimpleNamespace(sequence=lambda slot: sequence)
+    assert policy.publish_mtp_boundary(request, 0, length, None, 0) is OK
+    assert published == [length] * kept
 
 
 def test_135_a_plain_deployment_has_no_mtp_boundary(driver):

@@ -67,9 +67,12 @@ def test_the_text_is_that_of_plain_decoding(plain: LLM, folder: Path, params: Sa
 def test_a_text_that_repeats_comes_out_of_fewer_steps(folder: Path) -> None:
     params = SamplingParams(max_tokens=60, temperature=0.0, logit_bias={66: 100.0})
     with speculating(folder, adaptive=False) as llm:
-        output = llm.generate("abc", params)[0]
-    assert output.token_ids == [66] * 60
+        output, other = llm.generate(["abc", "xyz"], params)
+        metrics = llm.engine_metrics()
+    assert output.token_ids == other.token_ids == [66] * 60
     assert output.proposed_draft_tokens == output.accepted_draft_tokens > 45
+    assert metrics.proposed_draft_tokens == output.proposed_draft_tokens + other.proposed_draft_tokens
+    assert metrics.accepted_draft_tokens == output.accepted_draft_tokens + other.accepted_draft_tokens
 
 
 def test_a_request_may_decline(folder: Path) -> None:

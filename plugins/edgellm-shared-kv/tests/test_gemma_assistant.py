@@ -306,7 +306,16 @@ def test_configs_that_do_not_fit(
         ("model.layers.1.layer_scalar", None, "lacks the tensor 'model.layers.1.layer_scalar'"),
         ("post_projection.weight", torch.zeros(48, 48), "post_projection.weight"),
         ("model.layers.0.mlp.up_proj.weight", torch.zeros((56, 32), dtype=torch.int8), "stored as torch.int8"),
-        ("model.layers.4.mlp.up_proj.weight", torch.zeros(56, 32), "which config.json does not mention"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            torch.zeros((56, 32)).to(torch.float8_e4m3fn),
+            "stored as torch.float8_e4m3fn; use an assistant that is not quantised",
+        ),
+        (
+            "model.layers.4.mlp.up_proj.weight",
+            torch.zeros(56, 32),
+            "which an assistant of this config",
+        ),
         ("masked_embedding.token_ordering", torch.zeros(VOCAB, dtype=torch.int64), "does not name every token once"),
         ("masked_embedding.token_ordering", torch.zeros(VOCAB), "integers are needed"),
     ],

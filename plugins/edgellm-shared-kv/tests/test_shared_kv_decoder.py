@@ -16,11 +16,18 @@ from tiny_model import write_tiny_llama
 import edgellm_shared_kv.plugin
 from edgellm import LLM, SamplingParams, SpeculativeOptions
 from edgellm.decoding.base import DecodingSeat
-from edgellm.errors import BrokenInvariantError, InvalidArgumentError, UnsupportedModelError, WeightFileError
+from edgellm.errors import (
+    BrokenInvariantError,
+    InvalidArgumentError,
+    UnsupportedModelError,
+    UnsupportedRequestError,
+    WeightFileError,
+)
 from edgellm.models.loader import LoadedModel, load_model
 from edgellm.models.registry import Architecture
 from edgellm.models.step import HiddenRequest
 from edgellm.plugins import load_plugins
+from edgellm.request import LLMGenerationRequest
 from edgellm.runtime.batch import RaggedBatch, VerifyForward
 from edgellm.runtime.executor_cpu import CpuExecutor
 from edgellm.runtime.kv_cache import KVCache
@@ -407,6 +414,19 @@ def test_an_end_inside_an_accepted_run_cuts_it(base: Path, tmp_path: Path) -> No
     assert after.token_ids == [token] * 41
 
 
+def test_a_request_without_speculation_is_refused_where_it_is_submitted(base: Path, assistant: Path) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+    with speculating(base, assistant) as llm:
+        engine = llm._frontend.open_engine("test")
+        with pytest.raises(UnsupportedRequestError, match=r"disable_spec_decode .* \(shared_kv_mtp\) only verifies"):
+            engine.submit(LLMGenerationRequest(prompt="abc", sampling=params, disable_spec_decode=True))
+        assert engine.pending() == 0
+        assert len(engine.submit(LLMGenerationRequest(prompt="abc", sampling=params)).get().token_ids) == 5
+    with LLM(base, device="cpu", kv_budget=256) as plain:
+        request = LLMGenerationRequest(prompt="abc", sampling=params, disable_spec_decode=True)
+        assert len(plain._frontend.open_engine("test").submit(request).get().token_ids) == 5
+
+
 # ---- what is refused ------------------------------------------------------------------------------------
 
 
@@ -432,11 +452,20 @@ def test_no_assistant(base: Path) -> None:
         ({"donor_layers": [0, 3, 1]}, "donor_layers is \\[0, 3, 1\\]"),
         ({"donor_layers": [0, -1, 1]}, "donor_layers"),
         ({"donor_layers": [0, True, 1]}, "donor_layers"),
-        ({"donor_layers": [0, 1]}, "layers.2.input_layernorm.weight.*does not mention"),
+        ({"donor_layers": [0, 1]}, "layers.2.input_layernorm.weight.*does not have"),
         ({"donor_layers": [0, 1, 2, 2]}, "lacks the tensor 'layers.3.input_layernorm.weight'"),
         ({"query_norm": True}, "lacks the tensor 'layers.0.self_attn.q_norm.weight'"),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"head_dim": 99}, "head_dim is 99; the base's 16 is needed"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4; the base's 2 is needed"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; 3, one for each of donor_layers, is needed"),
+        ({"rope_theta": 3.0}, "rope_theta is 3.0; the base's rope \\(default, theta 10000\\)"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is .*; the base's rope"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_parameters is .*; the base's rope"),
+        ({"attention_bias": True}, "attention_bias is True; false is needed"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window is True"),
     ],
 )
 def test_configs_that_do_not_fit(
@@ -448,16 +477,32 @@ def test_configs_that_do_not_fit(
     assert str(tmp_path) in str(caught.value)
 
 
+def test_configs_that_say_what_is_done_anyway(model: LoadedModel, assistant: Path, tmp_path: Path) -> None:
+    stated = {
+        "head_dim": HEAD_DIM,
+        "num_key_value_heads": model.config.num_kv_heads,
+        "num_hidden_layers": len(DONORS),
+        "rope_theta": model.config.rope.theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "sliding_window": 4,
+    }
+    save_assistant(tmp_path, CONFIG | stated, assistant_tensors())
+    assert read_assistant(tmp_path, model)[0] == read_assistant(assistant, model)[0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"pre_projection.weight": torch.zeros(HIDDEN, BASE_HIDDEN)}, "pre_projection.weight"),
-        ({"d2t": torch.full((DRAFT_VOCAB,), 999)}, "d2t names the base's token 999, the base has 257"),
-        ({"d2t": torch.full((DRAFT_VOCAB,), -1)}, "d2t names the base's token -1"),
+        ({"d2t": torch.full((DRAFT_VOCAB,), 999)}, "d2t names the model's token 999 at place 0, the model has 257"),
+        ({"d2t": torch.full((DRAFT_VOCAB,), -1)}, "d2t names the model's token -1 at place 0"),
+        ({"lm_head.weight": torch.zeros((DRAFT_VOCAB, HIDDEN)).to(torch.float8_e4m3fn)}, "torch.float8_e4m3fn"),
+        ({"post_projection.weight": torch.zeros((BASE_HIDDEN, HIDDEN), dtype=torch.complex64)}, "torch.complex64"),
         ({"d2t": torch.zeros(DRAFT_VOCAB)}, "integers are needed"),
         ({"layers.1.mlp.up_proj.weight": None}, "lacks the tensor"),
         ({"norm.weight": torch.zeros(HIDDEN, dtype=torch.int32)}, "stored as torch.int32"),
-        ({"layers.0.self_attn.k_proj.weight": torch.zeros(32, HIDDEN)}, "k_proj.weight.*does not mention"),
+        ({"layers.0.self_attn.k_proj.weight": torch.zeros(32, HIDDEN)}, "k_proj.weight.*does not have"),
     ],
 )
 def test_tensors_that_do_not_fit(base: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.decoding.draft_ops import draft_ops
+from edgellm.decoding.options import SpeculativeOptions
 from edgellm.decoding.tree_draft import TreeDraftDecoder, TreeShape
 from edgellm.decoding.tree_passes import HostTreeDraft
-from edgellm.errors import BrokenInvariantError, InvalidArgumentError, UnsupportedModelError
+from edgellm.errors import BrokenInvariantError
 from edgellm.models.step import HiddenRequest
 from edgellm.runtime.kv_cache import KVCache
+from edgellm.shipped import draft_folder
 from edgellm_eagle.checkpoint import read_head
 from edgellm_eagle.head import Eagle3Head
+from edgellm_eagle.head_config import hidden_layers
 
 if TYPE_CHECKING:
     from edgellm.decoding.draft_model import DraftHead
@@ -90,34 +92,14 @@ class Eagle3Decoder(TreeDraftDecoder):
         )
 
 
-def hidden_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers of a target of n in front of which the hidden rows are read.
-
-    Raises:
-        UnsupportedModelError: the target is too shallow.
-    """
-    chosen = (2, num_layers // 2, num_layers - 3)
-    if not 0 <= chosen[0] <= chosen[1] <= chosen[2]:
-        raise UnsupportedModelError(
-            f"the target has {num_layers} layers; EAGLE-3 reads three depths and needs at least 5"
-        )
-    return chosen
-
-
 def build(context: DecoderContext) -> Eagle3Decoder:
     """
     Raises:
-        InvalidArgumentError: no head was given.
+        InvalidArgumentError: no head was given, and none is brought for this model.
         UnsupportedModelError, WeightFileError: it is no EAGLE-3 head of this target, or damaged.
     """
-    options, model = context.options, context.model
-    if options is None or options.draft is None:
-        raise InvalidArgumentError(
-            "decoder 'eagle' needs a head: pass speculative=SpeculativeOptions(decoder='eagle', draft=<its folder>)"
-        )
-    folder = Path(options.draft).expanduser()
-    if not folder.is_dir():
-        raise InvalidArgumentError(f"draft is {str(options.draft)!r}, which is no folder; pass that of an EAGLE-3 head")
+    options, model = context.options or SpeculativeOptions(decoder="eagle"), context.model
+    folder = draft_folder(context.choice, "eagle", "an EAGLE-3 head")
     config, weights = read_head(folder, model.config, model.weights.embedding)
     return Eagle3Decoder(
         config,

@@ -26,6 +26,7 @@ class Eagle3Head:
         self.dtype = weights.embedding.dtype
         self.hidden_width = weights.fc.shape[1]
         self.width = config.hidden_size
+        self.num_tokens = len(weights.lm_head)
         self._weights = weights
         self._ops = ops
         self._angles = ops.rotary(config.rope, config.head_dim)

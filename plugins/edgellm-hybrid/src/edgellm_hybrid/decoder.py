@@ -15,14 +15,14 @@ from edgellm.decoding.adaptive import DraftLengths
 from edgellm.decoding.draft_model import DraftModel, HostDraft
 from edgellm.decoding.draft_ops import draft_ops
 from edgellm.decoding.paged_draft import PagedDraftDecoder
-from edgellm.errors import BrokenInvariantError, InvalidArgumentError, UnsupportedModelError
+from edgellm.errors import BrokenInvariantError, UnsupportedModelError
 from edgellm.models.qwen_mtp import MtpHead, load_mtp, mtp_config
 from edgellm.models.step import HiddenRequest
 from edgellm.runtime.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from edgellm.decoding.draft_model import DraftHead
-    from edgellm.decoding.options import DecoderContext
+    from edgellm.decoding.options import DecoderChoice, DecoderContext
     from edgellm.models.device_ops import DeviceOps
     from edgellm.models.loader import LoadedModel
     from edgellm.models.qwen_hybrid_weights import MtpWeights
@@ -105,21 +105,24 @@ class HybridMtpDecoder(PagedDraftDecoder):
         )
 
 
-def build(context: DecoderContext) -> HybridMtpDecoder:
+def check_fits(choice: DecoderChoice) -> None:
     """
     Raises:
-        InvalidArgumentError: a draft was given: the head is the model's own.
+        InvalidArgumentError: a draft was given: the head is the model's own; or trees are asked for.
         UnsupportedModelError: the checkpoint has no head.
     """
-    options, model = context.options, context.model
-    if options is not None and options.draft is not None:
-        raise InvalidArgumentError(
-            f"draft is {str(options.draft)!r}; decoder 'mtp' takes the model's own head, leave it out"
-        )
-    if not getattr(model.config, "num_mtp_layers", 0):
+    choice.require_no_draft("decoder 'mtp' takes the model's own head")
+    choice.require_chains()
+    if not getattr(choice.config, "num_mtp_layers", 0):
         raise UnsupportedModelError(
-            f"{model.path} has no multi-token prediction head (mtp.*); use another decoder, or a checkpoint with one"
+            f"{choice.path} has no multi-token prediction head (mtp.*); use another decoder, or a checkpoint with one"
         )
+
+
+def build(context: DecoderContext) -> HybridMtpDecoder:
+    """Raises: as `check_fits`."""
+    check_fits(context.choice)
+    options, model = context.options, context.model
     return HybridMtpDecoder(
         model,
         load_mtp(model),

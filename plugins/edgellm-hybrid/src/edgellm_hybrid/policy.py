@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from edgellm.cache.request import RequestHandle
     from edgellm.plugins import PolicyRegistrar
 
-EDGELLM_API = ((1, 1), (1, 2))
+EDGELLM_API = ((1, 1), (1, 3))
 
 Status = ContextCacheCoordinatorStatus
 
@@ -101,7 +101,7 @@ class HybridSnapshotPolicy(PublicationPolicy):
 
 
 class HybridMtpPolicy(HybridSnapshotPolicy):
-    """Publishes checkpoints at the stable predecessor boundary, with the draft state and hidden row they need.
+    """Publishes checkpoints at the stable predecessor boundary and behind answers, with draft state and hidden row.
 
     The runtime calls for each of them (`publish_hybrid_mtp_endpoint`), because only it has the hidden rows.  Blocks
     become visible with the checkpoints that stand on them: only there is the draft known to reach as far.
@@ -124,7 +124,10 @@ class HybridMtpPolicy(HybridSnapshotPolicy):
         publishable_completed_slots: Sequence[int],
         common_state_lengths: Sequence[int] | None,
     ) -> Status:
-        """Publishes nothing generated: the draft trails the base by the last accepted span."""
+        """Publishes nothing generated: the draft trails the base by the last accepted span.
+
+        Where an answer ends, the runtime lets the draft catch up and calls for a checkpoint there.
+        """
         self.apply(request, advances)
         self.mark_resolved(request)
         return Status.OK
@@ -137,6 +140,9 @@ class HybridMtpPolicy(HybridSnapshotPolicy):
         base_hidden_states: Any,
         boundary_hidden_row: int,
     ) -> Status:
+        generated = resident_state_length > int(request.sequence(slot).lengths.prompt[slot])
+        if generated and not self._wants_end(request, slot):
+            return Status.OK
         return self.publish_boundary(request, slot, resident_state_length, base_hidden_states, boundary_hidden_row)
 
     def restore_mtp_boundary(

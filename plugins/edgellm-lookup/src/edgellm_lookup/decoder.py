@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from edgellm.cache.types import SpecReuseContract
 from edgellm.decoding.adaptive import DraftLengths
 from edgellm.decoding.chain import ChainDecoder, KeptRow
-from edgellm.errors import InvalidArgumentError
 from edgellm.hookspecs import hookimpl
 from edgellm_lookup.ngram_index import NgramIndex
 
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from edgellm.decoding.base import DecodingSeat
-    from edgellm.decoding.options import DecoderContext
+    from edgellm.decoding.options import DecoderChoice, DecoderContext
     from edgellm.plugins import DecoderRegistrar
     from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
 
-EDGELLM_API = ((1, 2), (1, 2))
+EDGELLM_API = ((1, 3), (1, 3))
 
 NUM_DRAFTS = 7  # with the token before them 8 rows, which linear layers on a CPU still run as one pass over the weights
 
@@ -70,6 +69,15 @@ class PromptLookupDecoder(ChainDecoder):
         self._texts[row.slot].extend(row.token_ids)
 
 
+def check_fits(choice: DecoderChoice) -> None:
+    """
+    Raises:
+        InvalidArgumentError: a draft was given, or trees are asked for.
+    """
+    choice.require_no_draft("prompt lookup needs none")
+    choice.require_chains()
+
+
 def build(context: DecoderContext) -> PromptLookupDecoder:
     """
     Raises:
@@ -78,11 +86,10 @@ def build(context: DecoderContext) -> PromptLookupDecoder:
     options = context.options
     if options is None:
         return PromptLookupDecoder()
-    if options.draft is not None:
-        raise InvalidArgumentError(f"draft is {str(options.draft)!r}; prompt lookup needs none, leave it out")
+    check_fits(context.choice)
     return PromptLookupDecoder(options.num_drafts or NUM_DRAFTS, adaptive=options.adaptive)
 
 
 @hookimpl
 def edgellm_register_decoders(register: DecoderRegistrar) -> None:
-    register("prompt-lookup", build, "prompt_lookup")
+    register("prompt-lookup", build, "prompt_lookup", fits=check_fits)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgellm.decoding.draft_tensors import DraftTensors
 from edgellm.errors import UnsupportedModelError
 from edgellm.models.config import read_config_json
 from edgellm.models.fields import Fields, naming
 from edgellm_shared_kv import gemma_layout, plain_layout
-from edgellm_shared_kv.stored_tensors import StoredTensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,4 +37,4 @@ def read_assistant(folder: Path, base: LoadedModel) -> tuple[AssistantConfig, As
             )
         if fields.get("quantization_config"):
             raise fields.refusal("quantization_config", "no such field (an unquantised assistant)")
-        return read(fields, StoredTensors(folder, base.weights.embedding), base)
+        return read(fields, DraftTensors(folder, base.weights.embedding, what="an assistant"), base)

@@ -6,7 +6,6 @@ it.  Each step proposes the likeliest token and feeds its output row to the next
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +14,9 @@ from edgellm.cache.types import SpecReuseContract
 from edgellm.decoding.adaptive import DraftLengths
 from edgellm.decoding.chain import ChainDecoder, KeptRow
 from edgellm.decoding.draft_ops import device_executor
-from edgellm.errors import InvalidArgumentError
+from edgellm.decoding.options import SpeculativeOptions
 from edgellm.models.step import HiddenRequest
+from edgellm.shipped import draft_folder
 from edgellm_shared_kv.assistant import SharedKvAssistant
 from edgellm_shared_kv.checkpoint import read_assistant
 from edgellm_shared_kv.rounds import HostRounds, Rounds, Seeds
@@ -24,9 +24,13 @@ from edgellm_shared_kv.rounds import HostRounds, Rounds, Seeds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from edgellm.decoding.base import DecodingSeat
     from edgellm.decoding.options import DecoderContext
+    from edgellm.models.device_ops import DeviceOps
     from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
+    from edgellm.runtime.executor_cuda import ExecutorLimits
 
 NUM_DRAFTS = 4
 
@@ -47,6 +51,13 @@ class SharedKvMtpDecoder(ChainDecoder):
 
     def spec_reuse_contract(self) -> SpecReuseContract:
         return SpecReuseContract(owns_paged_spec_state=False, future_dependency_tokens=0)
+
+    def device_bytes(self, ops: DeviceOps, device: torch.device, limits: ExecutorLimits) -> int:
+        from edgellm.decoding.draft_memory import launching_nothing
+        from edgellm_shared_kv.device_rounds import device_bytes
+
+        head = self._assistant.on_device(launching_nothing(ops))
+        return device_bytes(head, ops, device, limits, self.num_drafts)
 
     def attach(self, executor: Executor) -> None:
         executor.request_hidden(HiddenRequest(normed=True))  # type: ignore[attr-defined]
@@ -94,17 +105,11 @@ class SharedKvMtpDecoder(ChainDecoder):
 def build(context: DecoderContext) -> SharedKvMtpDecoder:
     """
     Raises:
-        InvalidArgumentError: no assistant was given.
+        InvalidArgumentError: no assistant was given, and none is brought for this base.
         UnsupportedModelError, WeightFileError: it is no assistant of this base, or damaged.
     """
-    options = context.options
-    if options is None or options.draft is None:
-        raise InvalidArgumentError(
-            "decoder 'shared_kv_mtp' needs an assistant: pass "
-            "speculative=SpeculativeOptions(decoder='shared_kv_mtp', draft=<its folder>)"
-        )
-    folder = Path(options.draft).expanduser()
-    if not folder.is_dir():
-        raise InvalidArgumentError(f"draft is {str(options.draft)!r}, which is no folder; pass that of an assistant")
-    assistant = SharedKvAssistant(*read_assistant(folder, context.model))
+    options = context.options or SpeculativeOptions(decoder="shared_kv_mtp")
+    assistant = SharedKvAssistant(
+        *read_assistant(draft_folder(context.choice, "shared_kv_mtp", "an assistant"), context.model)
+    )
     return SharedKvMtpDecoder(assistant, options.num_drafts or NUM_DRAFTS, adaptive=options.adaptive)

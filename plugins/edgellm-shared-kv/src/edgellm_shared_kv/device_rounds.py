@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from edgellm.decoding.draft_model import entries_batch
+from edgellm.decoding.draft_memory import attend_to_nothing, graph_bytes, result_bytes
+from edgellm.decoding.draft_model import DraftStep, entries_batch
 from edgellm.decoding.draft_staging import DraftStaging, ExpectedPass, slot_rows
 from edgellm.models.config import KVLayer
 from edgellm_shared_kv.rounds import no_hidden, nothing_ran
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from edgellm.decoding.chain import KeptRow
-    from edgellm.decoding.draft_model import DraftStep
     from edgellm.decoding.draft_ops import DraftExecutor
+    from edgellm.models.device_ops import DeviceOps
+    from edgellm.runtime.executor_cuda import ExecutorLimits
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.runtime.step_inputs import StepShape, StepTensors
     from edgellm_shared_kv.assistant_head import AssistantHead
@@ -50,9 +52,7 @@ class DeviceRounds:
         self._kept: set[int] = set()
         self._staging = DraftStaging(executor, donor_layers(head.config, kv_cache), kv_cache, dtype=head.dtype)
         device = self._device.torch_device
-        # The row behind the last slot is that of padding.
-        self._hidden = torch.zeros((num_slots + 1, head.width), dtype=head.dtype, device=device)
-        self._chains = torch.zeros(num_drafts * num_slots, dtype=torch.int32, device=device)
+        self._hidden, self._chains = _slot_rows(head, device, num_slots, num_drafts)
         longest = partial(self._propose, num_drafts)
         self._staging.warm_up(
             [ExpectedPass(("round", num_drafts), rows, rows, longest) for rows in self._staging.row_buckets]
@@ -96,6 +96,36 @@ class DeviceRounds:
 
     def _chains_of(self, depth: int, rows: int) -> torch.Tensor:
         return self._chains[: depth * rows].view(depth, rows)
+
+
+def _slot_rows(
+    head: AssistantHead, device: torch.device, num_slots: int, num_drafts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots + 1, width) hidden rows, the last one for padding; (K * slots,) int32 proposals of a round."""
+    hidden = torch.zeros((num_slots + 1, head.width), dtype=head.dtype, device=device)
+    return hidden, torch.zeros(num_drafts * num_slots, dtype=torch.int32, device=device)
+
+
+def device_bytes(
+    head: AssistantHead, ops: DeviceOps, device: torch.device, limits: ExecutorLimits, num_drafts: int
+) -> int:
+    """What `DeviceRounds` takes of a GPU: state by slot, inputs and graphs of rounds, the results of a step of one.
+
+    Args:
+        head: over operators that launch nothing, see `edgellm.decoding.draft_memory`.
+    """
+    slots, config = limits.num_slots, head.config
+    kept = result_bytes(lambda: _slot_rows(head, device, slots, num_drafts))
+    kinds = tuple(KVLayer(layer.num_kv_heads, layer.head_dim, layer.window) for layer in config.layers)
+    layers = DonorLayers(config.num_heads, config.attention_scale, config.rms_norm_eps, kinds)
+    staging = DraftStaging.device_bytes(layers, ops, head.dtype, slots, limits.pages_per_slot)
+
+    def run() -> object:
+        numbers = torch.zeros(slots, dtype=torch.int32, device=device)
+        hidden = torch.zeros((slots, head.width), dtype=head.dtype, device=device)
+        return head.forward(numbers, hidden, _DevicePrefix(head, DraftStep(numbers, attend_to_nothing)))
+
+    return kept + staging + result_bytes(run) + graph_bytes(slots, 1)
 
 
 class _DevicePrefix:

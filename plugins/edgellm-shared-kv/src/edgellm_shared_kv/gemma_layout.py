@@ -17,11 +17,11 @@ from edgellm_shared_kv.layout_fields import check_matches
 from edgellm_shared_kv.proposal_head import ClusterHead, ProposalHead, VocabularyHead
 
 if TYPE_CHECKING:
+    from edgellm.decoding.draft_tensors import DraftTensors
     from edgellm.models.config import ModelConfig
     from edgellm.models.families.gemma import GemmaConfig, GemmaLayer
     from edgellm.models.fields import Fields
     from edgellm.models.loader import LoadedModel
-    from edgellm_shared_kv.stored_tensors import StoredTensors
 
 ARCHITECTURE = "Gemma4AssistantForCausalLM"
 MAX_CENTROIDS = 1 << 20
@@ -38,7 +38,7 @@ IGNORED = (
 )
 
 
-def read(fields: Fields, tensors: StoredTensors, base: LoadedModel) -> tuple[AssistantConfig, AssistantWeights]:
+def read(fields: Fields, tensors: DraftTensors, base: LoadedModel) -> tuple[AssistantConfig, AssistantWeights]:
     """Raises: as `edgellm_shared_kv.checkpoint.read_assistant`."""
     target = base.config
     if target.architecture is not Architecture.GEMMA4:
@@ -63,7 +63,10 @@ def read(fields: Fields, tensors: StoredTensors, base: LoadedModel) -> tuple[Ass
 
 
 def _text_config(text: Fields, target: ModelConfig) -> GemmaConfig:
-    """The assistant's own shape, read as that of a text model whose layers all have K and V."""
+    """The assistant's own shape, read as that of a text model whose layers all have K and V.
+
+    A cap of its final logits, should there be one, changes no token: it keeps their order.
+    """
     num_layers = text.integer("num_hidden_layers", 1, MAX_LAYERS)
     text.integer("num_kv_shared_layers", num_layers, num_layers, default=num_layers)
     check_matches(text, "vocab_size", target.vocab_size)
@@ -100,7 +103,7 @@ def _layer_shape(idx: int, layer: GemmaLayer, text: GemmaConfig, target: ModelCo
     )
 
 
-def _weights(fields: Fields, text: GemmaConfig, tensors: StoredTensors, base: LoadedModel) -> AssistantWeights:
+def _weights(fields: Fields, text: GemmaConfig, tensors: DraftTensors, base: LoadedModel) -> AssistantWeights:
     hidden, outer = text.hidden_size, base.config.hidden_size
     return AssistantWeights(
         embedding=base.weights.embedding,
@@ -112,7 +115,7 @@ def _weights(fields: Fields, text: GemmaConfig, tensors: StoredTensors, base: Lo
     )
 
 
-def _layer(tensors: StoredTensors, prefix: str, text: GemmaConfig, layer: GemmaLayer) -> AssistantLayerWeights:
+def _layer(tensors: DraftTensors, prefix: str, text: GemmaConfig, layer: GemmaLayer) -> AssistantLayerWeights:
     hidden, inner, q_size = text.hidden_size, layer.intermediate_size, text.num_heads * layer.head_dim
     return AssistantLayerWeights(
         attn_norm=tensors.norm(f"{prefix}input_layernorm.weight", hidden),
@@ -128,7 +131,7 @@ def _layer(tensors: StoredTensors, prefix: str, text: GemmaConfig, layer: GemmaL
     )
 
 
-def _head(fields: Fields, text: GemmaConfig, tensors: StoredTensors) -> ProposalHead:
+def _head(fields: Fields, text: GemmaConfig, tensors: DraftTensors) -> ProposalHead:
     tied = fields.flag("tie_word_embeddings", default=True)
     names = ("model.embed_tokens.weight", "lm_head.weight") if tied else ("lm_head.weight",)
     stored = next((name for name in names if name in tensors), names[0])
@@ -138,7 +141,7 @@ def _head(fields: Fields, text: GemmaConfig, tensors: StoredTensors) -> Proposal
     num_centroids = fields.integer("num_centroids", 1, min(MAX_CENTROIDS, text.vocab_size))
     if text.vocab_size % num_centroids:
         raise fields.refusal("num_centroids", f"a divisor of vocab_size, {text.vocab_size},")
-    order = tensors.token_ids("masked_embedding.token_ordering", text.vocab_size)
+    order = tensors.integers("masked_embedding.token_ordering", text.vocab_size)
     if not torch.equal(order.sort().values, torch.arange(text.vocab_size)):
         raise WeightFileError(
             "masked_embedding.token_ordering does not name every token once; download the assistant again"

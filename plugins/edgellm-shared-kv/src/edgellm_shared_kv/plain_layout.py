@@ -7,29 +7,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from edgellm.errors import UnsupportedModelError, WeightFileError
+from edgellm.errors import UnsupportedModelError
 from edgellm.models.config import MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE
-from edgellm.models.fields import show
 from edgellm.models.registry import Architecture
 from edgellm_shared_kv.assistant_model import AssistantConfig, AssistantLayer, AssistantLayerWeights, AssistantWeights
-from edgellm_shared_kv.layout_fields import check_matches
+from edgellm_shared_kv.layout_fields import check_matches, check_rope
 from edgellm_shared_kv.proposal_head import VocabularyHead
 
 if TYPE_CHECKING:
+    from edgellm.decoding.draft_tensors import DraftTensors
     from edgellm.models.config import ModelConfig
     from edgellm.models.fields import Fields
     from edgellm.models.loader import LoadedModel
-    from edgellm_shared_kv.stored_tensors import StoredTensors
 
 ARCHITECTURE = "SharedKvAssistantForCausalLM"
 BASES = (Architecture.LLAMA, Architecture.QWEN2, Architecture.QWEN3)
 MAX_DONORS = 64
+OFF = ("attention_bias", "mlp_bias", "use_sliding_window")
 IGNORED = ("t2d",)  # the inverse of d2t, which training scripts keep
 
 
-def read(fields: Fields, tensors: StoredTensors, base: LoadedModel) -> tuple[AssistantConfig, AssistantWeights]:
+def read(fields: Fields, tensors: DraftTensors, base: LoadedModel) -> tuple[AssistantConfig, AssistantWeights]:
     """Raises: as `edgellm_shared_kv.checkpoint.read_assistant`."""
     target = base.config
     if target.architecture not in BASES:
@@ -42,8 +40,10 @@ def read(fields: Fields, tensors: StoredTensors, base: LoadedModel) -> tuple[Ass
     activation = fields.text("hidden_act", default="silu")
     if activation != "silu":
         raise fields.refusal("hidden_act", "'silu'")
+    layers = _layers(fields, target)
+    _check_stated(fields, target, len(layers))
     config = AssistantConfig(
-        layers=_layers(fields, target),
+        layers=layers,
         num_heads=_num_heads(fields, target),
         rms_norm_eps=fields.number("rms_norm_eps", above=0, most=1),
         attention_scale=target.attention_scale,
@@ -70,6 +70,19 @@ def _layers(fields: Fields, target: ModelConfig) -> tuple[AssistantLayer, ...]:
     )
 
 
+def _check_stated(fields: Fields, target: ModelConfig, num_layers: int) -> None:
+    """Fields that the layout does without, where a config has them nevertheless: they must say what is done."""
+    for name, value in (("head_dim", target.head_dim), ("num_key_value_heads", target.num_kv_heads)):
+        if name in fields:
+            check_matches(fields, name, value)
+    if fields.get("num_hidden_layers") not in (None, num_layers):
+        raise fields.refusal("num_hidden_layers", f"{num_layers}, one for each of donor_layers,")
+    for name in OFF:
+        if fields.flag(name, default=False):
+            raise fields.refusal(name, "false")
+    check_rope(fields, target)
+
+
 def _num_heads(fields: Fields, target: ModelConfig) -> int:
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     if num_heads % target.num_kv_heads:
@@ -77,7 +90,7 @@ def _num_heads(fields: Fields, target: ModelConfig) -> int:
     return num_heads
 
 
-def _weights(fields: Fields, tensors: StoredTensors, base: LoadedModel, config: AssistantConfig) -> AssistantWeights:
+def _weights(fields: Fields, tensors: DraftTensors, base: LoadedModel, config: AssistantConfig) -> AssistantWeights:
     hidden, outer = fields.integer("hidden_size", 1, MAX_HIDDEN), base.config.hidden_size
     inner = fields.integer("intermediate_size", 1, MAX_INTERMEDIATE)
     query_norm = fields.flag("query_norm", default=False)
@@ -95,7 +108,7 @@ def _weights(fields: Fields, tensors: StoredTensors, base: LoadedModel, config: 
 
 
 def _layer(
-    tensors: StoredTensors, prefix: str, hidden: int, inner: int, config: AssistantConfig, *, query_norm: bool
+    tensors: DraftTensors, prefix: str, hidden: int, inner: int, config: AssistantConfig, *, query_norm: bool
 ) -> AssistantLayerWeights:
     head_dim = config.layers[0].head_dim
     q_size = config.num_heads * head_dim
@@ -110,16 +123,7 @@ def _layer(
     )
 
 
-def _head(fields: Fields, tensors: StoredTensors, hidden: int, vocab_size: int) -> VocabularyHead:
+def _head(fields: Fields, tensors: DraftTensors, hidden: int, vocab_size: int) -> VocabularyHead:
     size = fields.integer("draft_vocab_size", 1, vocab_size, default=vocab_size)
-    to_base = torch.arange(size)
-    if size < vocab_size or "d2t" in tensors:
-        to_base += tensors.token_ids("d2t", size)
-        wrong = to_base[(to_base < 0) | (to_base >= vocab_size)]
-        if len(wrong):
-            raise WeightFileError(
-                f"d2t names the base's token {show(int(wrong[0]))}, the base has {vocab_size}; use an assistant that "
-                "was trained for this model"
-            )
-    lm_head = tensors.matrix("lm_head.weight", size, hidden)
-    return VocabularyHead(lm_head, to_base.to(lm_head.device))
+    to_base = tensors.model_tokens("d2t", size, vocab_size)
+    return VocabularyHead(tensors.matrix("lm_head.weight", size, hidden), to_base)

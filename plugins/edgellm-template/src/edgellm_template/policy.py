@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from edgellm.cache.request import RequestHandle
     from edgellm.plugins import PolicyRegistrar
 
-EDGELLM_API = ((1, 1), (1, 2))  # lowest and highest hook API this plugin was written for
+EDGELLM_API = ((1, 1), (1, 3))  # lowest and highest hook API this plugin was written for
 PRIORITY = -10  # below the built-in policy, so that installing this copy changes nothing; yours takes 10
 
 
