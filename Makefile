@@ -18,7 +18,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 # Line and branch coverage of the cache and of the policies: the tests that are about them, without the slow ones.
 COVERED := edgellm.cache,edgellm_eagle,edgellm_hybrid,edgellm_shared_kv,edgellm_template
-COVERAGE_TESTS := $(addprefix tests/unit/test_,cache_deployment.py cache_invariants.py checkpoint_plan.py common_state.py \
+COVERAGE_TESTS := $(addprefix tests/unit/test_,cache_deployment.py cache_invariants.py checkpoint_plan.py common_state.py draft_memory.py \
 	growth.py manager_view.py policy_faults_mended.py publication_helpers.py rank_session.py request_adapter.py) \
 	$(wildcard tests/unit/test_coordinator*.py) tests/policies/test_isolation.py tests/e2e/test_device_drafts.py plugins
 
