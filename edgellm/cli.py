@@ -45,7 +45,6 @@ out = Console(soft_wrap=True, highlight=False, markup=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 TIME_DECIMALS = 3
-PLAIN_DECODER = "vanilla"
 DRAFT_OPTIONS = {
     "draft": "--draft",
     "num_drafts": "--num-drafts",
@@ -355,6 +354,8 @@ def plugins() -> None:
 
 def _order_of_asking(loaded: Plugins) -> list[str]:
     """Lines that say which policy and decoder is taken, and which kinds of decoders there are to name."""
+    from edgellm.decoder_choice import PLAIN
+
     policies = sorted(loaded.policies, key=lambda policy: -policy.priority)
     decoders = sorted(loaded.decoders, key=lambda decoder: -decoder.priority)
     lines = [
@@ -363,7 +364,7 @@ def _order_of_asking(loaded: Plugins) -> list[str]:
         "decoders, name [kind] (priority): "
         + ", ".join(f"{each.name} [{each.kind}] ({each.priority})" for each in decoders),
     ]
-    kinds = sorted({each.kind for each in decoders} - {PLAIN_DECODER})
+    kinds = sorted({each.kind for each in decoders} - {PLAIN})
     return [*lines, f"kinds that speculative= and --speculative take: {', '.join(kinds)}"] if kinds else lines
 
 

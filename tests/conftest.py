@@ -97,6 +97,16 @@ def every_closed_runtime_is_recounted(monkeypatch: pytest.MonkeyPatch) -> Iterat
     assert not failures, f"a runtime closed with pages unaccounted for: {failures}"
 
 
+@pytest.fixture(scope="module")
+def decoders_of_this_tree() -> Iterator[None]:
+    """Every `LLM` finds the plugins of this tree that bring decoders, and no other."""
+    from decoder_plugins import use_decoder_plugins
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_decoder_plugins(patch)
+        yield
+
+
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's GGUF file; fetched on first use, then taken from the cache.  Mark such tests `model`."""

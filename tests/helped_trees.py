@@ -53,6 +53,20 @@ class HelpedTrees:
         return tables
 
 
+def note_tables(decoder: Any) -> dict[tuple[int, int], DraftTable]:
+    """Every table that a tree decoder's passes make from now on, by its slot and how many tokens stand in front."""
+    found: dict[tuple[int, int], DraftTable] = {}
+    make = decoder._trees.tables
+
+    def noting(slots: Sequence[int], past: Sequence[int], limits: Sequence[int], pages: Any) -> Any:
+        tables = make(slots, past, limits, pages)
+        found.update({(slot, length): table for slot, length, table in zip(slots, past, tables, strict=True)})
+        return tables
+
+    decoder._trees.tables = noting
+    return found
+
+
 def help_table(table: DraftTable, text: list[int], place: int) -> None:
     """Make one way through the table that of the text, as far as it goes and the table has nodes.
 

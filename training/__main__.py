@@ -151,16 +151,10 @@ def _course(options: argparse.Namespace, *, fresh: bool) -> Course:
     from training.assistant import Assistant
     from training.eagle import EagleHead
     from training.hybrid import Hybrid, HybridShape
-    from training.small_tokenizer import END_OF_TEXT, TURN_END, read_backend, special_id
 
     torch.manual_seed(options.seed)
     if options.name == "hybrid":
-        backend = read_backend(options.work / "corpus" / "small_tokenizer")
-        shape = HybridShape(
-            vocab_size=backend.get_vocab_size(),
-            bos_token_id=special_id(backend, END_OF_TEXT),
-            eos_token_id=special_id(backend, TURN_END),
-        )
+        shape = HybridShape.of_tokenizer(options.work / "corpus" / "small_tokenizer")
         return courses.hybrid_course(Hybrid(shape).to(options.device), options.device)
     target = _target(options)
     if fresh:

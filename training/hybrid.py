@@ -15,8 +15,11 @@ from torch.nn import functional
 from training.delta_rule import gated_delta
 from training.eagle import Mlp, RmsNorm
 from training.rotary import heads_of, rotary_angles, rotate
+from training.small_tokenizer import END_OF_TEXT, TURN_END, read_backend, special_id
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from training.unrolled import DepthMemory, Lesson
 
 _ATTENTION_EVERY = 4
@@ -44,6 +47,20 @@ class HybridShape:
     max_positions: int = 2048
     bos_token_id: int = 0
     eos_token_id: int = 0
+
+    @classmethod
+    def of_tokenizer(cls, folder: Path) -> HybridShape:
+        """For the tokenizer of a folder.
+
+        Raises:
+            ValueError: it lacks a special token.
+        """
+        backend = read_backend(folder)
+        return cls(
+            vocab_size=backend.get_vocab_size(),
+            bos_token_id=special_id(backend, END_OF_TEXT),
+            eos_token_id=special_id(backend, TURN_END),
+        )
 
     @property
     def rotary_dim(self) -> int:

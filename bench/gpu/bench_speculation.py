@@ -41,7 +41,6 @@ from training.eagle import DRAFT_VOCAB, EagleHead
 from training.hybrid import Hybrid, HybridShape
 from training.llama import Llama
 from training.retokenise import retokenise
-from training.small_tokenizer import END_OF_TEXT, TURN_END, read_backend, special_id
 from training.target_checkpoint import write_checkpoint
 from training.target_file import read_target
 from training.token_file import TokenFile, read_tokens
@@ -122,10 +121,9 @@ def draft_folder(name: str, options: argparse.Namespace, scratch: Path) -> Path:
         return exported
     folder = scratch / name / "export"
     if name == "hybrid":
-        backend = read_backend(options.work / "corpus" / "small_tokenizer")
-        ids = {"bos_token_id": special_id(backend, END_OF_TEXT), "eos_token_id": special_id(backend, TURN_END)}
-        courses.save(Hybrid(HybridShape(vocab_size=backend.get_vocab_size(), **ids)), folder)
-        for path in (options.work / "corpus" / "small_tokenizer").iterdir():
+        tokenizer = options.work / "corpus" / "small_tokenizer"
+        courses.save(Hybrid(HybridShape.of_tokenizer(tokenizer)), folder)
+        for path in tokenizer.iterdir():
             shutil.copy(path, folder)
         return folder
     target = Llama(*read_target(target_file(options, scratch)), device="cpu", dtype=torch.float32)

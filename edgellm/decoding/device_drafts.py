@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Int32Array = npt.NDArray[np.int32]
 
 
-_DEFERRED = 8
+_DEFERRED = 8  # entries of a sequence that wait at most while it proposes nothing
 
 
 @dataclass(slots=True)
@@ -56,6 +56,7 @@ class SlotRows:
 
 
 def new_slot_rows(head: DraftHead, device: torch.device, num_slots: int, num_drafts: int) -> SlotRows:
+    """Zeroed; `num_drafts` is K."""
     return SlotRows(
         waiting=torch.zeros((num_slots, _room(num_drafts), head.hidden_width), dtype=head.dtype, device=device),
         tokens=torch.zeros(num_slots + 1, dtype=torch.int32, device=device),

@@ -68,6 +68,7 @@ class AttendingLayers(Protocol):
 
 
 def _largest(num_slots: int) -> StepShape:
+    """The pass that there is room for from the start."""
     return StepShape(_STEP_TOKENS, num_slots, num_slots, _STEP_TOKENS)
 
 

@@ -226,7 +226,8 @@ class PagedDraftDecoder(ChainDecoder):
         for slot, length in zip(slots, lengths, strict=True):
             seat = self._seats[slot]
             del seat.successors[length - seat.drafted :]  # of tokens that the session did not keep
-            if saves_hidden and seat.last_run is not None and seat.last_run.hidden is not None:
-                seat.last_hidden = seat.last_run.hidden[length - seat.last_run.past - 1]
+            run = seat.last_run
+            if saves_hidden and run is not None and run.step_hidden is not None:
+                seat.last_hidden = run.step_hidden[run.rows[length - run.past - 1]]
         self._catch_up(slots)
         return True

@@ -6,32 +6,24 @@ compared with what the same head proposes on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from helped_trees import HelpedTrees
+from helped_trees import HelpedTrees, note_tables
 from reference_placement import ReferencePlacement, make_engine
 from tiny_drafts import TinyPair, write_eagle_pair
+from tree_texts import PROMPTS, ids, second_prompts, settings_of, texts
 
-import edgellm_eagle.plugin
-from edgellm import Engine, SamplingParams, SpeculativeOptions, StructuredOutput
+from edgellm import Engine, SamplingParams, SpeculativeOptions
 from edgellm.models.device_attention import AttentionMode
-from edgellm.plugins import load_plugins
 from edgellm.runtime.placement import CpuPlacement
 from edgellm.testing.recount import recount
 
-PROMPTS = ["the quick brown fox " * 3, "a", "0123456789" * 7, "in or out, that is: in or out", "zz top zz top zz"]
-SETTINGS = {
-    "greedy": SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True),
-    "sampled": SamplingParams(max_tokens=16, temperature=0.9, top_k=20, seed=5, ignore_eos=True),
-    "penalised": SamplingParams(max_tokens=16, temperature=0.7, frequency_penalty=0.3, seed=1, logprobs=2),
-    "guided": SamplingParams(
-        max_tokens=16, temperature=1.0, seed=2, structured=StructuredOutput(regex="([a-f]{2,5} [0-9]+,){1,9}")
-    ),
-}
+pytestmark = pytest.mark.usefixtures("decoders_of_this_tree")
+
+SETTINGS = settings_of(16)
 GREEDY = SETTINGS["greedy"]
 
 
@@ -39,14 +31,6 @@ class OneShot(ReferencePlacement):
     """Prompts run as a whole, beside the trees of others: longer than a mask."""
 
     step_tokens = 512
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugins_of_this_tree() -> Iterator[None]:
-    loaded = load_plugins(extra=(("eagle", edgellm_eagle.plugin),), autoload=False, strict=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edgellm.plugins.load_plugins", lambda: loaded)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +59,6 @@ def make(
     speculative = SpeculativeOptions(decoder="eagle", draft=pair.draft, adaptive=adaptive, **sizes)
     chosen = {"kv_budget": 4096, "max_batch_size": 5, "speculative": speculative} | options
     return make_engine(pair.model, placement, **chosen)
-
-
-def second_prompts(first: Sequence[Any]) -> list[list[int]]:
-    return [[*output.prompt_token_ids, *output.token_ids, 7, 8, 9] for output in first]
-
-
-def texts(*outputs: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
-    return [(output.prompt_token_ids, output.token_ids) for some in outputs for output in some]
-
-
-def ids(outputs: Sequence[Any]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 # ---- the text ---------------------------------------------------------------------------------------------------
@@ -156,23 +128,6 @@ def test_trees_that_do_not_pay_are_given_up(pair: TinyPair, plain: dict[str, lis
 # ---- what is proposed -------------------------------------------------------------------------------------------
 
 
-class Listening:
-    """Remembers the tables that a decoder's passes make, by slot and place."""
-
-    def __init__(self, engine: Engine) -> None:
-        runtime: Any = engine._frontend.open_runtime("Listening")
-        self.tables: dict[tuple[int, int], Any] = {}
-        self.downloads: list[int] = []
-        self._make, self._download = runtime.decoder._trees.tables, runtime.executor.device.download
-        runtime.decoder._trees.tables = self._listening
-
-    def _listening(self, slots: Sequence[int], past: Sequence[int], limits: Sequence[int], pages: Any) -> Any:
-        tables = self._make(slots, past, limits, pages)
-        for slot, length, table in zip(slots, past, tables, strict=True):
-            self.tables[slot, length] = table
-        return tables
-
-
 @pytest.mark.parametrize("mode", [AttentionMode.EXACT, AttentionMode.SPLIT])
 def test_tables_are_those_of_the_draft_on_the_cpu(
     pair: TinyPair, mode: AttentionMode, monkeypatch: pytest.MonkeyPatch
@@ -182,9 +137,9 @@ def test_tables_are_those_of_the_draft_on_the_cpu(
     heard = []
     for placement in (type("OfMode", (ReferencePlacement,), {"mode": mode}), CpuPlacement):
         with make(pair, placement, (12, 3, 5)) as engine:
-            listening = Listening(engine)
+            tables = note_tables(engine._frontend.open_runtime("test").decoder)
             engine.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-            heard.append(listening.tables)
+            heard.append(tables)
     assert heard[0].keys() == heard[1].keys()
     assert len(heard[0]) > 20
     for place, ours in heard[0].items():
@@ -227,8 +182,8 @@ def test_a_head_with_fewer_tokens_than_candidates(pair: TinyPair, monkeypatch: p
     heard = []
     for placement in (ReferencePlacement, CpuPlacement):
         with make(pair, placement, (40, 4, 4)) as engine:
-            listening = Listening(engine)
+            tables = note_tables(engine._frontend.open_runtime("test").decoder)
             outputs = engine.generate(PROMPTS[:2], GREEDY)
-            heard.append((ids(outputs), {place: table.token_ids for place, table in listening.tables.items()}))
+            heard.append((ids(outputs), {place: table.token_ids for place, table in tables.items()}))
     assert heard[0] == heard[1]
     assert {len(tokens) for tokens in heard[0][1].values()} == {1 + 2 + 4 + 8 + 8, 1 + 2 + 4 + 8, 1 + 2 + 4, 1 + 2}

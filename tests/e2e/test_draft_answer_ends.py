@@ -6,12 +6,11 @@ executor with its kernels replaced by their references.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from decoder_plugins import use_decoder_plugins
+from draft_state import DraftState
 from helped_drafts import HelpedDraft
 from reference_placement import ReferencePlacement, make_engine
 from tiny_drafts import TinyPair, write_eagle_pair
@@ -22,18 +21,13 @@ from edgellm.request import LLMGenerationRequest, LLMGenerationResponse
 from edgellm.runtime.placement import CpuPlacement
 from edgellm.testing.recount import require_baseline
 
+pytestmark = pytest.mark.usefixtures("decoders_of_this_tree")
+
 PAGE, MESSAGE = 8, [7, 8, 9]
 PROMPT = [1 + place * 37 % 250 for place in range(25)]
 PLACEMENTS = {"cpu": CpuPlacement, "cuda": ReferencePlacement}
 SHAPES = {"chain": {"num_drafts": 4}, "tree": {"num_drafts": 6, "top_k": 2, "depth": 3}}
 LENGTHS = (1, 2, 7, 40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugins_of_this_tree() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        use_decoder_plugins(patch)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,41 +56,12 @@ def ask(engine: Engine, prompt: Sequence[int], count: int, **changes: Any) -> LL
     return response
 
 
-class Proposals:
-    """What the draft says to an only resident: its proposals by how many tokens stand in front."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.runtime: Any = engine._frontend.open_runtime("Proposals")
-        self.found: dict[int, tuple[int, ...]] = {}
-        self.entries: dict[int, torch.Tensor] = {}
-        self._decoder: Any = self.runtime.decoder
-        self._propose, self._decoder.propose = self._decoder.propose, self.propose
-
-    def propose(self, executor: Any, batch: Any, rows: Sequence[int], limits: Sequence[int]) -> Any:
-        proposals = self._propose(executor, batch, rows, limits)
-        if limits[0]:
-            slot, past = int(batch.state_index[rows[0]]), int(batch.past_len[rows[0]])
-            self.found[past] = tuple(proposals[0])
-            self.entries[past] = self._decoder._pages.gather(0, batch.draft_page_rows[slot], past)
-        return proposals
-
-    def require_same(self, cold: Proposals) -> None:
-        """And forget them."""
-        assert cold.found
-        for place in cold.found:
-            torch.testing.assert_close(self.entries[place], cold.entries[place], atol=1e-4, rtol=1e-4)
-            assert self.found[place] == cold.found[place]
-        for one in (self, cold):
-            one.found.clear()
-            one.entries.clear()
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("plainly", [True, False], ids=["plainly", "speculating"])
 def test_the_next_turn_begins_where_the_answer_ended(pair: TinyPair, placement: str, shape: str, plainly: bool) -> None:
     with make(pair, placement, shape) as engine, make(pair, placement, shape) as cold:
-        warm_state, cold_state = Proposals(engine), Proposals(cold)
+        warm_state, cold_state = DraftState(engine), DraftState(cold)
         for length in LENGTHS:
             prompt = [length, *PROMPT]
             first = ask(engine, prompt, length, disable_spec_decode=plainly)
@@ -107,6 +72,8 @@ def test_the_next_turn_begins_where_the_answer_ended(pair: TinyPair, placement: 
             # The last token of an answer has no state.
             assert warm.reuse.reused_tokens == len(prompt) + length - 1
             warm_state.require_same(cold_state)
+            warm_state.forget()
+            cold_state.forget()
     require_baseline(warm_state.runtime.coordinator)
 
 
@@ -114,6 +81,7 @@ def test_the_next_turn_begins_where_the_answer_ended(pair: TinyPair, placement: 
 @pytest.mark.parametrize("length", range(1, 8))
 def test_answers_that_end_inside_an_accepted_run(pair: TinyPair, text: list[int], placement: str, length: int) -> None:
     """The session keeps less than was accepted, and the draft's state ends there too; others go on beside it."""
+    assert len(set(text[:length])) == length  # the token ends the answer here
     other = [*reversed(PROMPT)]
     with make_engine(pair.model) as plain:
         again = [*PROMPT, *text[:length], *MESSAGE]
@@ -121,8 +89,7 @@ def test_answers_that_end_inside_an_accepted_run(pair: TinyPair, text: list[int]
     with make(pair, placement) as engine:
         HelpedDraft(engine, [(PROMPT, text), (other, others), (again, wanted)])
         beside = submit(engine, other, 20)
-        stop = {"stop_token_ids": [text[length - 1]]} if text.index(text[length - 1]) == length - 1 else {}
-        first = ask(engine, PROMPT, 40 if stop else length, sampling=stop)
+        first = ask(engine, PROMPT, 40, sampling={"stop_token_ids": [text[length - 1]]})
         assert first.token_ids == text[:length]
         second = ask(engine, again, 9)
         assert beside.get(60.0).token_ids == others
@@ -135,9 +102,9 @@ def test_another_end_of_the_answer_gives_up_the_entry_that_depends_on_it(
     pair: TinyPair, text: list[int], placement: str
 ) -> None:
     with make(pair, placement) as engine, make(pair, placement) as cold:
-        warm_state, cold_state = Proposals(engine), Proposals(cold)
+        warm_state, cold_state = DraftState(engine), DraftState(cold)
         first = ask(engine, PROMPT, 13, disable_spec_decode=True)
-        warm_state.found.clear()
+        warm_state.forget()
         again = [*PROMPT, *first.token_ids[:-1], first.token_ids[-1] % 250 + 1, *MESSAGE]
         assert ask(engine, again, 6).reuse.reused_tokens == len(PROMPT) + 13 - 2
         ask(cold, again, 6)

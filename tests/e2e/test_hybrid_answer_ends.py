@@ -6,29 +6,22 @@ everything again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from decoder_plugins import use_decoder_plugins
+from draft_state import DraftState
 from helped_drafts import ScriptedDraft
 from real_hybrid import RealHybrid, random_tokens, require_same_states
 from tiny_model import write_tiny_qwen_hybrid
 
 from edgellm.cache.types import ContextCacheCommitPolicy
 
+pytestmark = pytest.mark.usefixtures("decoders_of_this_tree")
+
 MESSAGE = [5, 6, 7]
 SEED = 70
 KEPT = 3  # right proposals of every round, so that runs end at 1 + 4 * n tokens
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugins_of_this_tree() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        use_decoder_plugins(patch)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,27 +36,6 @@ def twin(folder: Path) -> Iterator[RealHybrid]:
         yield made
 
 
-class DraftState:
-    """What the draft of an only resident has when it proposes: its K and V, and its chains before they are changed.
-
-    Attributes:
-        entries: by how many tokens stood in front, (2, kv_heads, tokens, head_dim) of its one layer.
-    """
-
-    def __init__(self, llm: RealHybrid) -> None:
-        self.entries: dict[int, torch.Tensor] = {}
-        self.chains: dict[int, list[int]] = {}
-        self._decoder: Any = llm.runtime.decoder
-        self._propose, self._decoder.propose = self._decoder.propose, self.propose
-
-    def propose(self, executor: Any, batch: Any, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-        chains: list[list[int]] = self._propose(executor, batch, rows, limits)
-        slot, past = int(batch.state_index[rows[0]]), int(batch.past_len[rows[0]])
-        self.chains[past] = chains[0]
-        self.entries[past] = self._decoder._pages.gather(0, batch.draft_page_rows[slot], past)
-        return chains
-
-
 @pytest.mark.parametrize("length", range(1, 6))
 def test_the_next_turn_begins_where_the_answer_ended(folder: Path, twin: RealHybrid, length: int) -> None:
     """Answers end at every place of an accepted run, of which the session then keeps less than was accepted."""
@@ -73,7 +45,7 @@ def test_the_next_turn_begins_where_the_answer_ended(folder: Path, twin: RealHyb
     again = [*prompt, *text[:length], *MESSAGE]
     wanted = twin.ask(again, 12, cold=True).token_ids
     with RealHybrid(folder, "mtp") as llm, RealHybrid(folder, "mtp") as cold:
-        warm_state, cold_state = DraftState(llm), DraftState(cold)
+        warm_state, cold_state = DraftState(llm.llm), DraftState(cold.llm)
         for one in (llm, cold):
             scripts = {tuple(prompt): (KEPT,), tuple(again): (KEPT,)}
             ScriptedDraft(one.llm, [(prompt, text), (again, wanted)], scripts)
@@ -84,11 +56,7 @@ def test_the_next_turn_begins_where_the_answer_ended(folder: Path, twin: RealHyb
         require_same_states(llm, twin, at_least=3)
     assert [answer.token_ids for answer in answers] == [wanted, wanted]
     assert answers[0].reuse.reused_tokens == len(prompt) + length - 1
-    places = [place for place in cold_state.entries if place >= len(again)]
-    assert len(places) >= 3
-    for place in places:
-        torch.testing.assert_close(warm_state.entries[place], cold_state.entries[place], atol=1e-4, rtol=1e-4)
-        assert warm_state.chains[place] == cold_state.chains[place]
+    warm_state.require_same(cold_state, behind=len(again), at_least=3)
 
 
 def test_answers_are_kept_from_the_cache_where_the_caller_says_so(folder: Path) -> None:

@@ -10,7 +10,7 @@ from decoder_plugins import PLUGINS
 
 from edgellm import LLM, SamplingParams
 from edgellm.plugins import load_plugins
-from edgellm.shipped import ShippedCheckpoint
+from edgellm.shipped import FILES, ShippedCheckpoint
 
 MEGABYTE = 1_000_000
 MOST_MEGABYTES = {"eagle": 25, "shared_kv_mtp": 16, None: 16}
@@ -18,9 +18,12 @@ TALKS = ["What does the word 'harbour' mean?", "List three facts about the sea."
 KEPT = 0.25  # of the proposals; noise keeps next to none
 
 SHIPPED = load_plugins(extra=PLUGINS, autoload=False, strict=True).shipped
-PRESENT = [each for each in SHIPPED if each.is_present]
-DRAFTS = [each for each in PRESENT if each.decoder is not None]
-MODELS = [each for each in PRESENT if each.decoder is None]
+RUNNABLE = [
+    pytest.param(each, id=each.name, marks=pytest.mark.skipif(not each.is_present, reason=each.remedy))
+    for each in SHIPPED
+]
+DRAFTS = [param for param, each in zip(RUNNABLE, SHIPPED, strict=True) if each.decoder is not None]
+MODELS = [param for param, each in zip(RUNNABLE, SHIPPED, strict=True) if each.decoder is None]
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,7 @@ def test_what_the_plugins_bring() -> None:
 
 @pytest.mark.parametrize("each", SHIPPED, ids=lambda each: each.name)
 def test_each_has_its_card_and_fits_its_package(each: ShippedCheckpoint) -> None:
+    assert len({(each.folder / name).is_file() for name in FILES}) == 1, "both files, or none"
     card = (each.folder / "MODEL_CARD.md").read_text("utf-8")
     assert "## Training data" in card
     assert "## Licence" in card
@@ -63,11 +67,11 @@ def test_each_has_its_card_and_fits_its_package(each: ShippedCheckpoint) -> None
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("each", DRAFTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", DRAFTS)
 def test_a_draft_serves_the_default_model(each: ShippedCheckpoint, default_model: Path) -> None:
     check(default_model, str(each.decoder))
 
 
-@pytest.mark.parametrize("each", MODELS, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", MODELS)
 def test_a_model_runs_with_its_head(each: ShippedCheckpoint) -> None:
     check(each.name, "mtp")

@@ -7,12 +7,10 @@ the limit; on the CPU executor and on the CUDA executor with its kernels replace
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from decoder_plugins import use_decoder_plugins
 from helped_drafts import HelpedDraft
 from helped_trees import HelpedTrees
 from reference_placement import ReferencePlacement, make_engine
@@ -23,6 +21,8 @@ from edgellm.errors import InputTooLongError, InvalidArgumentError
 from edgellm.runtime.placement import CpuPlacement
 from edgellm.testing.recount import require_baseline
 
+pytestmark = pytest.mark.usefixtures("decoders_of_this_tree")
+
 LIMIT, PAGE = 64, 8
 LEFT = (40, 24, 9, 2, 1)
 GREEDY = SamplingParams(max_tokens=LIMIT, temperature=0.0, ignore_eos=True)
@@ -31,13 +31,6 @@ SCRATCH = {"num_drafts": 6, "top_k": 8, "depth": 6}  # levels that grow take mor
 CHAIN = {"num_drafts": 15}
 CASES = {**{name: (name, CHAIN) for name in PAIRS}, "tree": ("eagle", TREE), "scratch": ("eagle", SCRATCH)}
 PLACEMENTS = {"cpu": CpuPlacement, "cuda": ReferencePlacement}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugins_of_this_tree() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        use_decoder_plugins(patch)
-        yield
 
 
 @pytest.fixture(scope="module")

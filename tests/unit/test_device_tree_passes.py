@@ -60,8 +60,8 @@ class Averaging:
         return torch.tensor(tokens), torch.tensor(log_probs, dtype=torch.float32), own[[*rows]]
 
 
-class Sequence:
-    """One sequence grown by hand.
+class GrownByHand:
+    """The table of one sequence.
 
     Args:
         hidden: of its written entries, of which the last follows token `token`.
@@ -118,7 +118,7 @@ def test_tables_are_those_that_grow_by_hand(
     for _ in range(2):  # scratch of the first round is there in the second
         tables = passes.tables(list(prompts), lengths, limits, TABLE)
         for (slot, hidden), limit, found in zip(prompts.items(), limits, tables, strict=True):
-            wanted = Sequence(hidden, 5, top_k)
+            wanted = GrownByHand(hidden, 5, top_k)
             for number in range(1, limit):
                 wanted.level(number)
             assert (found.token_ids, found.parents) == (wanted.table.token_ids, wanted.table.parents), slot

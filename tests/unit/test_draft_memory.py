@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decoder_plugins import use_decoder_plugins
 from reference_placement import ReferencePlacement, make_engine
 from tiny_drafts import PAIRS, TinyPair
 
@@ -19,15 +17,10 @@ from edgellm.decoding.draft_model import DraftStep
 from edgellm.models.device_ops import reference_ops
 from edgellm.runtime.executor_cuda import ExecutorLimits
 
+pytestmark = pytest.mark.usefixtures("decoders_of_this_tree")
+
 CPU, MIB = torch.device("cpu"), 1 << 20
 SLOTS, PAGES_PER_SLOT, DRAFTS = 3, 17, 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugins_of_this_tree() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        use_decoder_plugins(patch)
-        yield
 
 
 @pytest.fixture(scope="module", params=["mtp", "eagle", "shared_kv"])
@@ -90,10 +83,12 @@ def test_what_is_counted_is_what_is_allocated(pair: TinyPair) -> None:
         assert more - counted == SLOTS * 16 * 4
 
 
+@pytest.mark.parametrize("pair", ["mtp", "eagle"], indirect=True)
 def test_results_of_a_pass_are_those_of_its_head(pair: TinyPair) -> None:
-    """Counted without memory, and with: the same operators, which launch nothing."""
-    if pair.decoder == "shared_kv_mtp":
-        pytest.skip("an assistant's pass is given a prefix, not pages")
+    """Counted without memory, and with: the same operators, which launch nothing.
+
+    Passes over pages: an assistant's is given a prefix.
+    """
     with open_decoder(pair) as engine:
         head = engine._frontend.open_runtime("memory").decoder._head(launching_nothing(reference_ops()))  # type: ignore[attr-defined]
         with torch.inference_mode(), LiveBytes() as live:

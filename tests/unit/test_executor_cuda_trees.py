@@ -190,7 +190,7 @@ def begin_before(batch: Any) -> None:
         (lambda batch: batch.tree_mask.__setitem__((3, 0), 3), "does not see itself"),
         (lambda batch: batch.positions.__setitem__(2, 30), "positions do not continue"),
         (lambda batch: setattr(batch, "tree_mask", batch.tree_mask[:-1]), "tree_mask is"),
-        (lambda batch: begin_before(batch), "every token of a tree is in its step"),
+        (begin_before, "every token of a tree is in its step"),
         (lambda batch: batch.page_rows.__setitem__((2, 1), -1), "entries outside"),
         (lambda batch: setattr(batch, "query_len", batch.query_len[:0]), "belong together"),
     ],
@@ -251,8 +251,8 @@ def test_longer_branches_than_were_expected_take_more_memory(llama: LoadedModel)
 # ---- staging ----------------------------------------------------------------------------------------------------
 
 
-def test_the_words_of_a_step_with_a_tree_a_chain_and_a_chunk() -> None:
-    inputs = StepInputs(
+def step_inputs() -> StepInputs:
+    return StepInputs(
         device=torch.device("cpu"),
         num_slots=NUM_SLOTS,
         pages_per_slot=PAGES_PER_SLOT,
@@ -260,6 +260,10 @@ def test_the_words_of_a_step_with_a_tree_a_chain_and_a_chunk() -> None:
         num_pages=NUM_SLOTS * PAGES_PER_SLOT,
         update_table=lambda table, slots, rows: None,
     )
+
+
+def test_the_words_of_a_step_with_a_tree_a_chain_and_a_chunk() -> None:
+    inputs = step_inputs()
     page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=4)
     proposals = [[], [21, 22], DraftTree([4, 5, 6], [0, 0, 2], [1.0] * 3)]
     rows = [(3, 2, list(range(1, 34))), (0, 9, [20]), (1, 6, [10])]
@@ -283,14 +287,7 @@ def test_the_words_of_a_step_with_a_tree_a_chain_and_a_chunk() -> None:
 
 
 def test_masks_are_widened_to_the_words_of_the_step() -> None:
-    inputs = StepInputs(
-        device=torch.device("cpu"),
-        num_slots=NUM_SLOTS,
-        pages_per_slot=PAGES_PER_SLOT,
-        page_size=PAGE_SIZE,
-        num_pages=NUM_SLOTS * PAGES_PER_SLOT,
-        update_table=lambda table, slots, rows: None,
-    )
+    inputs = step_inputs()
     page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=4)
     proposals = [[*range(1, 40)], DraftTree([4, 5], [0, 0], [1.0] * 2)]
     batch: Any = mark_trees(widen(ragged_batch([(0, 9, [20]), (1, 6, [10])], page_rows), proposals), proposals)

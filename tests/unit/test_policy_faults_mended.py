@@ -9,6 +9,7 @@ from coordinator_rig import HEADROOM, OK, VOCAB, Rig
 
 from edgellm._core.block_hash import TokenChain
 from edgellm.builtin.base_endpoint import BaseEndpointPolicy
+from edgellm.cache import policy_calls, quarantine
 from edgellm.cache.advances import HOLD_TOKEN, OneTokenAdvances, apply_advances
 from edgellm.cache.binding import Rows
 from edgellm.cache.endpoints import synchronize
@@ -348,12 +349,34 @@ def test_what_slow_hooks_lead_to_is_warned_about_once_with_whom_and_the_remedy(c
     ]
 
 
+class Clock:
+    """Stands still but where it is told to go on."""
+
+    now = 0
+
+    def perf_counter_ns(self):
+        return self.now
+
+    def pass_by(self, nanoseconds):
+        self.now += nanoseconds
+        return True
+
+
 def test_what_a_hook_waits_for_the_device_is_not_the_policys_time(monkeypatch):
     rig, impl = timed_rig()
-    monkeypatch.setattr(rig.coordinator._quarantine, "_synchronizer", lambda stream: time.sleep(0.05) or True)
-    _, fault, elapsed = timed(rig.coordinator, impl, impl.policy, lambda policy: synchronize(rig.coordinator, impl))
-    assert fault is None
-    assert 0 <= elapsed < 40_000_000
+    clock = Clock()
+    for module in (policy_calls, quarantine):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(rig.coordinator._quarantine, "_synchronizer", lambda stream: clock.pass_by(50_000_000))
+
+    def hook(policy):
+        clock.pass_by(2_000_000)
+        status = synchronize(rig.coordinator, impl)
+        clock.pass_by(1_000_000)
+        return status
+
+    assert timed(rig.coordinator, impl, impl.policy, hook) == (OK, None, 3_000_000)
+    assert clock.now == 53_000_000
 
 
 def test_the_time_of_a_hook_is_what_it_took():

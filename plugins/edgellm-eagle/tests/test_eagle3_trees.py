@@ -15,9 +15,10 @@ import pytest
 import torch
 from test_eagle3_decoder import CONFIG, head_tensors
 from tiny_model import write_tiny_llama
+from tree_texts import ids, second_prompts, settings_of
 
 import edgellm_eagle.plugin
-from edgellm import LLM, SamplingParams, SchedulingOptions, SpeculativeOptions, StructuredOutput
+from edgellm import LLM, SamplingParams, SchedulingOptions, SpeculativeOptions
 from edgellm.decoding.base import DecoderCapabilities
 from edgellm.decoding.chain import KeptRow
 from edgellm.decoding.draft_model import entries_batch
@@ -35,14 +36,7 @@ from edgellm_eagle.decoder import Eagle3Decoder
 
 PAGE, SEATS = 8, 5
 PROMPTS = ["the quick brown fox " * 2, "a", "0123456789" * 7, "in or out, that is: in or out", "zz top zz top zz"]
-SETTINGS = {
-    "greedy": SamplingParams(max_tokens=29, temperature=0.0, ignore_eos=True),
-    "sampled": SamplingParams(max_tokens=29, temperature=0.9, top_k=20, seed=5, ignore_eos=True),
-    "penalised": SamplingParams(max_tokens=29, temperature=0.7, frequency_penalty=0.3, seed=1, logprobs=2),
-    "guided": SamplingParams(
-        max_tokens=29, temperature=1.0, seed=2, structured=StructuredOutput(regex="([a-f]{2,5} [0-9]+,){1,9}")
-    ),
-}
+SETTINGS = settings_of(29)
 # (num_drafts, top_k, depth): rows that the small kernel takes, more of them, and two words of a mask.
 SHAPES = [(7, 2, 4), (15, 3, 5), (40, 8, 6)]
 
@@ -99,14 +93,6 @@ def ask(
     if batch == 1:
         return [llm.generate(prompt, params, use_cache=use_cache)[0] for prompt in prompts]
     return llm.generate(list(prompts), params, use_cache=use_cache)
-
-
-def second_prompts(first: Sequence[RequestOutput]) -> list[list[int]]:
-    return [[*output.prompt_token_ids, *output.token_ids, 7, 8, 9] for output in first]
-
-
-def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 class HelpedRanks:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoder_plugins import use_decoder_plugins
 from tiny_drafts import PAIRS, TinyPair
 from tiny_model import write_tiny_qwen_hybrid
 
@@ -21,7 +19,7 @@ from edgellm.runtime.cuda_memory import measure
 from edgellm.testing.recount import recount
 from edgellm_shared_kv.device_rounds import DeviceRounds
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("decoders_of_this_tree")]
 
 MIB = 1 << 20
 SEGMENTS = 64 * MIB  # torch takes memory in pieces of 2 and 20 MiB, for graphs apart
@@ -32,13 +30,6 @@ WIDE: dict[str, Any] = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugins_of_this_tree() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        use_decoder_plugins(patch)
-        yield
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle", "shared_kv"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from device_waits import count_downloads
 from helped_drafts import HelpedDraft
 from plain_assistant import write_plain_shared_kv_pair
 from tiny_drafts import PAIRS, TinyPair
@@ -156,36 +155,11 @@ def test_proposals_are_those_of_the_draft_on_the_cpu(pair: TinyPair, llm: LLM) -
     assert sum(theirs[place] == chain for place, chain in ours.items()) >= 0.97 * len(ours) > 20
 
 
-def refuse_waits(refused: bool) -> None:
-    with warnings.catch_warnings():  # torch calls the mode a prototype
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error" if refused else "default")
-
-
 def test_a_round_reads_the_device_once(llm: LLM) -> None:
     """Between the start of a round and its chains nothing but the download of the chains waits."""
     llm.generate(PROMPTS[:2], GREEDY, use_cache=False)  # everything is compiled and captured
-    downloads: list[int] = []
     with decoder_of(llm) as decoder:
-        propose = decoder.propose
-
-        def checked(executor: Any, batch: Any, rows: Any, limits: Any) -> Any:
-            download = executor.device.download
-
-            def counted(tensor: torch.Tensor) -> Any:
-                refuse_waits(False)
-                downloads.append(len(tensor))
-                return download(tensor)
-
-            executor.device.download = counted
-            try:
-                refuse_waits(True)
-                return propose(executor, batch, rows, limits)
-            finally:
-                refuse_waits(False)
-                del executor.device.download
-
-        decoder.propose = checked
+        downloads = count_downloads(decoder)
         outputs = llm.generate(PROMPTS[:2], GREEDY, use_cache=False)
     assert len(downloads) > 10
     assert sum(output.proposed_draft_tokens for output in outputs) >= len(downloads)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,26 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helped_trees import HelpedTrees
+from device_waits import count_downloads, no_waiting
+from helped_trees import HelpedTrees, note_tables
 from parity.near_tie import compare
 from ragged import permuted_page_rows, ragged_batch
 from tiny_drafts import TinyPair, write_eagle_pair, write_tiny_gemma4
 from tree_steps import TreePlan, TreeStep, commit
+from tree_texts import PROMPTS, ids, second_prompts, settings_of, texts
 
-import edgellm_eagle.plugin
-from edgellm import LLM, SamplingParams, SchedulingOptions, SpeculativeOptions, StructuredOutput
+from edgellm import LLM, SchedulingOptions, SpeculativeOptions
 from edgellm.decoding.chain import widen
 from edgellm.decoding.draft_tree import DraftTree, mark_trees
 from edgellm.models.device_ops import cuda_ops
 from edgellm.models.loader import LoadedModel, load_model
 from edgellm.models.step import HiddenRequest
-from edgellm.plugins import load_plugins
 from edgellm.runtime.device_cuda import CudaDevice
 from edgellm.runtime.executor_cpu import CpuExecutor
 from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits, attention_mode
 from edgellm.runtime.kv_cache import KVCache
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("decoders_of_this_tree")]
 
 PAGE_SIZE, PAGES_PER_SLOT, NUM_SLOTS, VOCAB = 16, 8, 5, 250
 VERIFY_TOKENS, CHUNK = 40, 90  # two words of a mask, and chunks that do not fit it
@@ -186,23 +184,6 @@ def test_a_way_has_the_logits_and_the_state_of_its_tokens_alone(pair: TinyPair, 
             torch.testing.assert_close(mine, wanted, atol=tolerance, rtol=tolerance)
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the device is an error, as far as torch knows."""
-    torch.cuda.synchronize()
-    try:
-        refuse_waits(True)
-        yield
-    finally:
-        refuse_waits(False)
-
-
-def refuse_waits(refused: bool) -> None:
-    with warnings.catch_warnings():  # torch calls the mode a prototype
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error" if refused else "default")
-
-
 def test_a_verification_and_a_commit_never_wait(pair: TinyPair) -> None:
     bench = Bench(model_of(pair.model, "bfloat16"))
     bench.executor.warm_up()
@@ -216,24 +197,8 @@ def test_a_verification_and_a_commit_never_wait(pair: TinyPair) -> None:
 
 # ---- the text ---------------------------------------------------------------------------------------------------
 
-PROMPTS = ["the quick brown fox " * 3, "a", "0123456789" * 7, "in or out, that is: in or out", "zz top zz top zz"]
-SETTINGS = {
-    "greedy": SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True),
-    "sampled": SamplingParams(max_tokens=32, temperature=0.9, top_k=20, seed=5, ignore_eos=True),
-    "penalised": SamplingParams(max_tokens=32, temperature=0.7, frequency_penalty=0.3, seed=1, logprobs=2),
-    "guided": SamplingParams(
-        max_tokens=32, temperature=1.0, seed=2, structured=StructuredOutput(regex="([a-f]{2,5} [0-9]+,){1,9}")
-    ),
-}
+SETTINGS = settings_of(32)
 GREEDY = SETTINGS["greedy"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugins_of_this_tree() -> Iterator[None]:
-    loaded = load_plugins(extra=(("eagle", edgellm_eagle.plugin),), autoload=False, strict=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edgellm.plugins.load_plugins", lambda: loaded)
-        yield
 
 
 def load(
@@ -253,18 +218,6 @@ def load(
     chosen |= {"max_batch_size": NUM_SLOTS} | options
     scheduling = SchedulingOptions(max_prompt_step_tokens=chunk, max_num_tokens=chunk + NUM_SLOTS)
     return LLM(pair.model, speculative=speculative, scheduling=scheduling, **chosen)
-
-
-def ids(outputs: Sequence[Any]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
-
-
-def texts(*outputs: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
-    return [(output.prompt_token_ids, output.token_ids) for some in outputs for output in some]
-
-
-def second_prompts(first: Sequence[Any]) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": [*output.prompt_token_ids, *output.token_ids, 7, 8, 9]} for output in first]
 
 
 @pytest.fixture(scope="module")
@@ -343,16 +296,7 @@ def margins_of(output: Any) -> list[float]:
 
 def tables_of(llm: LLM) -> dict[tuple[int, int], Any]:
     """Every table that is made, by the slot and the place that it is for."""
-    decoder: Any = llm._frontend.open_runtime("tables_of").decoder
-    found: dict[tuple[int, int], Any] = {}
-    make = decoder._trees.tables
-
-    def listening(slots: Sequence[int], past: Sequence[int], limits: Sequence[int], pages: Any) -> Any:
-        tables = make(slots, past, limits, pages)
-        found.update({(slot, length): table for slot, length, table in zip(slots, past, tables, strict=True)})
-        return tables
-
-    decoder._trees.tables = listening
+    found = note_tables(llm._frontend.open_runtime("tables_of").decoder)
     llm.generate(PROMPTS, GREEDY, use_cache=False)
     return found
 
@@ -373,29 +317,9 @@ def test_tables_are_those_of_the_draft_on_the_cpu(pair: TinyPair) -> None:
 
 def test_a_round_reads_the_device_once(pair: TinyPair) -> None:
     """Between the start of a round and its trees nothing but the download of the tables waits."""
-    downloads: list[int] = []
     with load(pair) as llm:
         llm.generate(PROMPTS[:2], GREEDY, use_cache=False)  # everything is compiled and captured
-        decoder: Any = llm._frontend.open_runtime("test").decoder
-        propose = decoder.propose
-
-        def checked(executor: Any, batch: Any, rows: Any, limits: Any) -> Any:
-            download = executor.device.download
-
-            def counted(tensor: torch.Tensor) -> Any:
-                refuse_waits(False)
-                downloads.append(len(tensor))
-                return download(tensor)
-
-            executor.device.download = counted
-            try:
-                refuse_waits(True)
-                return propose(executor, batch, rows, limits)
-            finally:
-                refuse_waits(False)
-                del executor.device.download
-
-        decoder.propose = checked
+        downloads = count_downloads(llm._frontend.open_runtime("test").decoder)
         outputs = llm.generate(PROMPTS[:2], GREEDY, use_cache=False)
     assert len(downloads) > 10
     assert sum(output.proposed_draft_tokens for output in outputs) >= len(downloads)

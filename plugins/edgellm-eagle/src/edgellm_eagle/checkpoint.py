@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HIDDEN_LAYERS = 3
 LAYERS = ("midlayer.", "layers.0.")  # the one decoder layer goes by either name
-_FILES = (SAFETENSORS, "pytorch_model.bin")
+FILES = (SAFETENSORS, "pytorch_model.bin")
 _IGNORED = ("t2d", ".rotary_emb.inv_freq")  # the inverse of d2t, and the rope that the config states
 
 
@@ -71,7 +71,7 @@ def read_head(folder: Path, target: ModelConfig, embedding: torch.Tensor) -> tup
     """
     with naming(folder):
         config, draft_vocab = read_head_config(folder, target)
-        tensors = DraftTensors(folder, embedding, what="an EAGLE-3 head", files=_FILES)
+        tensors = DraftTensors(folder, embedding, what="an EAGLE-3 head", files=FILES)
         weights = _weights(tensors, config, draft_vocab, target, embedding)
         tensors.refuse_unread(ignored=_IGNORED)
         return config, weights
@@ -130,4 +130,4 @@ def save_head(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SAFETENSORS)

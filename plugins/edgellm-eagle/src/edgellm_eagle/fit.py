@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgellm.decoding.draft_tensors import SAFETENSORS
 from edgellm.decoding.options import tree_nodes
 from edgellm.decoding.tree_draft import TREE_DEPTH
 from edgellm.errors import UnsupportedModelError, WeightFileError
@@ -11,7 +12,7 @@ from edgellm.log import get_logger
 from edgellm.models.config import read_config_json
 from edgellm.models.fields import naming
 from edgellm.shipped import draft_folder
-from edgellm_eagle.checkpoint import LAYERS
+from edgellm_eagle.checkpoint import FILES, LAYERS
 from edgellm_eagle.head_config import hidden_layers, read_head_config
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from edgellm.decoding.options import DecoderChoice, SpeculativeOptions
 
 logger = get_logger(__name__)
-
-LISTED, FILES = "model.safetensors", ("model.safetensors", "pytorch_model.bin")
 
 
 def check_fits(choice: DecoderChoice) -> None:
@@ -60,7 +59,7 @@ def _require_head(folder: Path) -> None:
     """
     if not any((folder / name).is_file() for name in FILES):
         raise WeightFileError(f"{folder} holds no {' or '.join(FILES)}; an EAGLE-3 head is that file and config.json")
-    path = folder / LISTED
+    path = folder / SAFETENSORS
     if not path.is_file() or not _names(path).isdisjoint(f"{layer}hidden_norm.weight" for layer in LAYERS):
         return
     named = read_config_json(folder).get("architectures")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from edgellm.models.loader import LoadedModel
 
 ARCHITECTURE = "Gemma4AssistantForCausalLM"
+BASES = (Architecture.GEMMA4,)
 MAX_CENTROIDS = 1 << 20
 
 # Files may store what a text model has and an assistant has no use for.
@@ -41,12 +42,6 @@ IGNORED = (
 def read(fields: Fields, tensors: DraftTensors, base: LoadedModel) -> tuple[AssistantConfig, AssistantWeights]:
     """Raises: as `edgellm_shared_kv.checkpoint.read_assistant`."""
     target = base.config
-    if target.architecture is not Architecture.GEMMA4:
-        raise UnsupportedModelError(
-            f"{ARCHITECTURE} reads the pages of a {Architecture.GEMMA4.value} model; the model is "
-            f"{target.architecture.value}"
-        )
-    check_matches(fields, "backbone_hidden_size", target.hidden_size)
     text = _text_config(fields.section("text_config"), target)
     config = AssistantConfig(
         layers=tuple(_layer_shape(idx, layer, text, target) for idx, layer in enumerate(text.layers)),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgellm.errors import UnsupportedModelError
 from edgellm.models.config import MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE
 from edgellm.models.registry import Architecture
 from edgellm_shared_kv.assistant_model import AssistantConfig, AssistantLayer, AssistantLayerWeights, AssistantWeights
@@ -30,12 +29,6 @@ IGNORED = ("t2d",)  # the inverse of d2t, which training scripts keep
 def read(fields: Fields, tensors: DraftTensors, base: LoadedModel) -> tuple[AssistantConfig, AssistantWeights]:
     """Raises: as `edgellm_shared_kv.checkpoint.read_assistant`."""
     target = base.config
-    if target.architecture not in BASES:
-        raise UnsupportedModelError(
-            f"{ARCHITECTURE} reads the pages of {', '.join(base.value for base in BASES)}; the model is "
-            f"{target.architecture.value}"
-        )
-    check_matches(fields, "backbone_hidden_size", target.hidden_size)
     check_matches(fields, "vocab_size", target.vocab_size)
     activation = fields.text("hidden_act", default="silu")
     if activation != "silu":
