@@ -22,6 +22,7 @@ from edgellm.runtime._step_packing import count_single_tail
 from edgellm.runtime.batch import StateResources, VerifyForward
 from edgellm.runtime.bound_steps import BoundSteps, StepKind
 from edgellm.runtime.cuda_graphs import EagerRunner, StepGraphs
+from edgellm.runtime.device_cuda import device_errors
 from edgellm.runtime.recurrent_state import check_recurrent
 from edgellm.runtime.run_ahead import AheadStep, context_part, following_step
 from edgellm.runtime.step_buckets import StepBuckets
@@ -322,7 +323,7 @@ class CudaExecutor:
 
         Raises: as `KVCache.copy_pages`.
         """
-        with self._on_device():
+        with device_errors("copying pages"), self._on_device():
             self._kv_cache.copy_pages(source_pages, target_pages)
 
     def _check(self, batch: RaggedBatch) -> None:
