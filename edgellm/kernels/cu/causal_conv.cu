@@ -6,29 +6,9 @@
 // owns its channels of a row, reads all tokens of a tile before it writes one, and so x and out may be the same rows.
 // A value's arithmetic is the same wherever its token stands in a tile, so rows may be cut anywhere.
 #include "activations.cuh"
-#include "state_rows.cuh"
+#include "causal_conv.cuh"
 
 namespace edgellm {
-
-struct CausalConvParams {
-  const void* x;
-  const float* weight;
-  const float* bias;  // or null
-  float* state;       // (slots, channels, kWidth - 1), oldest first
-  float* checkpoint;  // or null
-  void* out;
-  const int* query_start;
-  const int* slots;
-  const int* checkpoint_start;  // or null
-  i64 x_stride;
-  i64 out_stride;
-  i64 state_stride;
-  i64 checkpoint_stride;
-  int num_slots;
-  int num_checkpoints;
-  int channels;
-  int has_silu;
-};
 
 constexpr int kRun = 8;  // tokens in a row that a thread takes
 constexpr int kConvLanes = 32;

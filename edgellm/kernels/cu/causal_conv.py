@@ -11,7 +11,7 @@ from edgellm.errors import InvalidArgumentError
 from edgellm.kernels.cu import loader
 from edgellm.kernels.cu.delta_params import check_heads, check_state_rows
 from edgellm.kernels.cu.launch import LaunchConfig
-from edgellm.kernels.cu.rows import MAX_GRID_YZ, ROW_TYPES
+from edgellm.kernels.cu.rows import ACCESS_BYTES, MAX_GRID_YZ, ROW_TYPES
 from edgellm.kernels.cu.spec import KernelSpec, Variant
 from edgellm.kernels.cu.tensors import address, check_rows, check_shape, check_vector, type_name
 
@@ -22,7 +22,11 @@ LANES = 32  # kConvLanes
 RUN = 8  # tokens a thread, kRun
 MAX_GROUPS = 16  # kConvGroups
 WIDTHS = range(2, 9)
-PAIRED_WIDTH = 4  # what models have: two channels a thread
+PAIRED_WIDTH = 4  # what models have: two channels a thread, or four where rows go by tiles
+TILE_THREADS = 128  # kConvThreads
+TILE_STEP = 4  # channels a thread of a tile, kConvStep
+TILES = (64, 32, 16)  # tokens; all more than a window has
+FEW_BLOCKS = 528  # tiles become smaller until there are so many blocks: four a multiprocessor of a large device
 
 
 class CausalConvParams(ctypes.Structure):
@@ -40,10 +44,12 @@ class CausalConvParams(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("state_stride", ctypes.c_int64),
         ("checkpoint_stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32),
         ("num_slots", ctypes.c_int32),
         ("num_checkpoints", ctypes.c_int32),
         ("channels", ctypes.c_int32),
         ("has_silu", ctypes.c_int32),
+        ("tile", ctypes.c_int32),
     )
 
 
@@ -59,6 +65,17 @@ SPEC = KernelSpec(
         for step in ((1, 2) if width == PAIRED_WIDTH else (1,))
     ),
 )
+TILES_SPEC = KernelSpec(
+    name="causal_conv_tiles",
+    entry="causal_conv_tiles",
+    source="causal_conv_tiles.cu",
+    params=CausalConvParams,
+    params_name="CausalConvParams",
+    variants=tuple(
+        Variant((dtype, PAIRED_WIDTH), f"{type_name(dtype)}, {PAIRED_WIDTH}") for dtype in ROW_TYPES
+    ),
+)
+SPECS = (SPEC, TILES_SPEC)
 
 
 def launch_config(tokens: int, rows: int, channels: int, step: int) -> LaunchConfig:
@@ -66,6 +83,17 @@ def launch_config(tokens: int, rows: int, channels: int, step: int) -> LaunchCon
     runs = -(-tokens // (RUN * rows))
     groups = min(MAX_GROUPS, 1 << (runs - 1).bit_length())
     return LaunchConfig((-(-channels // (LANES * step)), rows, 1), (LANES, groups, 1))
+
+
+def tile_config(tokens: int, rows: int, channels: int) -> tuple[LaunchConfig, int]:
+    """TILE_THREADS * TILE_STEP channels along x, places of tiles along y; and the tokens of a tile.
+
+    Tile i of row n has place query_start[n] // tile + n + i.  The bits of the result do not depend on the tile.
+    """
+    columns = -(-channels // (TILE_THREADS * TILE_STEP))
+    places = {tile: -(-tokens // tile) + rows - 1 for tile in TILES}
+    tile = next((tile for tile in TILES if columns * places[tile] >= FEW_BLOCKS), TILES[-1])
+    return LaunchConfig((columns, places[tile], 1), (TILE_THREADS, 1, 1)), tile
 
 
 def causal_conv(
@@ -112,14 +140,45 @@ def causal_conv(
         out_stride=out.stride(0),
         state_stride=state.stride(0),
         checkpoint_stride=0 if checkpoint is None else checkpoint.stride(0),
+        num_rows=rows.num_rows,
         num_slots=state.shape[0],
         num_checkpoints=0 if checkpoint is None else checkpoint.shape[0],
         channels=channels,
         has_silu=int(silu),
     )
+    if _goes_by_tiles(x, weight, state, out, checkpoint):
+        config, params.tile = tile_config(tokens, rows.num_rows, channels)
+        if config.grid[1] <= MAX_GRID_YZ:
+            loader.kernel(TILES_SPEC, (x.dtype, width)).launch(config, params, pdl=True)
+            return
     step = 2 if width == PAIRED_WIDTH and channels % 2 == 0 and _has_pairs(x) and _has_pairs(out) else 1
     config = launch_config(tokens, rows.num_rows, channels, step)
     loader.kernel(SPEC, (x.dtype, width, step)).launch(config, params, pdl=True)
+
+
+def _goes_by_tiles(
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, out: torch.Tensor, checkpoint: torch.Tensor | None
+) -> bool:
+    """Whether four channels make one access everywhere, and no tile writes what another one reads."""
+    channels, width = weight.shape
+    if width != PAIRED_WIDTH or channels % TILE_STEP or _share_memory(x, out):
+        return False
+    kept = (state,) if checkpoint is None else (state, checkpoint)
+    return all(_has_quads(rows) for rows in (x, out, *kept)) and weight.data_ptr() % ACCESS_BYTES == 0
+
+
+def _has_quads(rows: torch.Tensor) -> bool:
+    return rows.stride(0) % TILE_STEP == 0 and rows.data_ptr() % (TILE_STEP * rows.element_size()) == 0
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the spans of two tensors of rows meet."""
+    low, high = sorted((rows.data_ptr(), _span_bytes(rows)) for rows in (one, other))
+    return low[0] + low[1] > high[0]
+
+
+def _span_bytes(rows: torch.Tensor) -> int:
+    return ((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]) * rows.element_size()
 
 
 def _has_pairs(rows: torch.Tensor) -> bool:

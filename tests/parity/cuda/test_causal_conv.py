@@ -13,7 +13,7 @@ from row_ops import ROW_TYPES, assert_same_bits, captured, record_launches
 from state_case import apart, poisoned_state, real_tokens, state_rows
 
 from edgellm.errors import InvalidArgumentError
-from edgellm.kernels.cu.causal_conv import causal_conv, launch_config
+from edgellm.kernels.cu.causal_conv import causal_conv, launch_config, tile_config
 from edgellm.kernels.cu.state_rows import StateRows
 from edgellm.kernels.ref import causal_conv as ref
 
@@ -95,18 +95,40 @@ def test_launch_config() -> None:
     assert launch_config(5000, 2, 100, 1).block == (32, 16, 1)
 
 
+def test_tile_config() -> None:
+    config, tile = tile_config(64, 64, 8192)  # a place a row and one that may stay empty
+    assert (config.grid, config.block, tile) == ((16, 64, 1), (128, 1, 1), 64)
+    assert tile_config(2048, 1, 8192)[0].grid == (16, 64, 1)  # tiles of 32
+    assert tile_config(1, 1, 8192)[0].grid == (16, 1, 1)
+    assert tile_config(300, 1, 1000)[0].grid == (2, 19, 1)
+
+
 @pytest.mark.parametrize("dtype", ROW_TYPES)
 @pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
 def test_variants(monkeypatch: pytest.MonkeyPatch, case: ConvCase, dtype: torch.dtype) -> None:
     launches = record_launches(monkeypatch)
     arguments = make(case, dtype)
     causal_conv(**arguments)
+    causal_conv(**(arguments | {"out": arguments["x"]}))
     causal_conv(**(arguments | {"x": apart(arguments["x"], 7 if case.channels % 2 == 0 else 8)}))
     causal_conv(**(arguments | {"x": arguments["x"][:0], "out": arguments["out"][:0]}))
     paired = case.width == 4 and case.channels % 2 == 0
-    assert [launch.key for launch in launches] == [(dtype, case.width, 2 if paired else 1), (dtype, case.width, 1)]
+    by_tiles = case.width == 4 and case.channels % 4 == 0
+    in_place, unaligned = (dtype, case.width, 2 if paired else 1), (dtype, case.width, 1)
+    assert [launch.key for launch in launches] == [(dtype, 4) if by_tiles else in_place, in_place, unaligned]
+    assert launches[0].spec.name == ("causal_conv_tiles" if by_tiles else "causal_conv")
     assert launches[0].params["has_silu"] == int(case.silu)
     assert launches[0].params["checkpoint_start"] is None
+    assert launches[0].params["tile"] == (16 if by_tiles else 0)
+
+
+def test_rows_that_meet_the_output_are_not_cut_into_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record_launches(monkeypatch)
+    arguments = make(CASES[0], torch.bfloat16, (30,), (1,))
+    rows = torch.zeros(64, 512, dtype=torch.bfloat16)
+    for start, name in ((0, "causal_conv"), (20, "causal_conv"), (32, "causal_conv_tiles")):
+        causal_conv(**(arguments | {"x": rows[:32], "out": rows[start : start + 32]}))
+        assert launches[-1].spec.name == name
 
 
 @pytest.mark.parametrize(
