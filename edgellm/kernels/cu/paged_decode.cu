@@ -2,6 +2,8 @@
 // Axes: rows n in [0, num_rows), kv heads h in [0, kv_heads), q heads h * group + g, keys t, columns d.
 //   out[n, h * group + g, d] = sum_t p[t] * v[t, d],  p = softmax over t of cap(scale * (q[n, h * group + g] . k[t]))
 //   t in [max(0, lengths[n] - window), lengths[n]); a sink adds exp(sinks[head]) to the sum of the softmax.
+// With `starts` a row sees keys from starts[n] on; where that is not 0, its softmax goes to `states`, not finished, for
+// paged_cascade to join with that of the keys before.
 // Units: strides of query and out in elements; page_bytes of K and V of a page, head_bytes of one head's K (or V).
 // Work: a *tile* is 16 keys of one pair (n, h).  The tiles of all pairs, rows in order, heads inside a row, lie on one
 // line that every block derives from `lengths` and cuts into equal *pieces*, a warp taking an equal part of its block's
@@ -22,7 +24,9 @@ struct PagedDecodeParams {
   const int* slots;
   const int* lengths;
   const float* sinks;  // or null
+  const int* starts;   // multiples of 16, or null; without a window
   void* out;
+  float* states;    // (num_rows, kv_heads * group, D + 4), where there are starts
   void* workspace;  // int arrived[gridDim.x], zero before and after; then two partials a block
   i64 query_stride;
   i64 out_stride;
@@ -143,7 +147,7 @@ __device__ __forceinline__ void read_row(const PagedDecodeParams& p, int row, Pa
   pair.row = row;
   pair.slot = p.slots[row];
   pair.length = p.lengths[row];
-  pair.first = p.window > 0 ? max(0, pair.length - p.window) >> 4 : 0;
+  pair.first = p.window > 0 ? max(0, pair.length - p.window) >> 4 : p.starts != nullptr ? p.starts[row] >> 4 : 0;
   pair.end = pair.slot < 0 ? pair.first : max(pair.first, (pair.length + kTileKeys - 1) >> 4);
 }
 static_assert(kTileKeys == 16, "shifts by 4");
@@ -666,6 +670,17 @@ __device__ __forceinline__ void sum_lanes(Running<kSteps, kHeadTiles>& run) {
       run.sum[i / 2][i % 2] += __shfl_xor_sync(kFullMask, run.sum[i / 2][i % 2], step);
 }
 
+// Floats of one head's partial: its columns, maximum, sum, two unused.
+template <int kHeadDim>
+constexpr int kPartialStride = kHeadDim + 4;
+
+// Where the softmax of a pair's own keys goes; null where those are all keys of its row.
+template <int kHeadDim>
+__device__ __forceinline__ float* own_state(const PagedDecodeParams& p, int row, int head) {
+  if (p.starts == nullptr || p.starts[row] == 0) return nullptr;
+  return p.states + (static_cast<i64>(row) * p.kv_heads + head) * p.group * kPartialStride<kHeadDim>;
+}
+
 // A pair that this warp saw whole, straight to `out`.
 template <typename T, bool kFp8, int kSteps, int kHeadTiles>
 __device__ __forceinline__ void write_whole(const PagedDecodeParams& p, const Pair& pair,
@@ -699,11 +714,7 @@ __device__ __forceinline__ void write_whole(const PagedDecodeParams& p, const Pa
   }
 }
 
-// Floats of one head's partial: its columns, maximum, sum, two unused.
-template <int kHeadDim>
-constexpr int kPartialStride = kHeadDim + 4;
-
-// A part of a pair, not normalised, to shared memory: a row a head.
+// A part of a pair, not normalised: a row a head.
 template <bool kFp8, int kSteps, int kHeadTiles>
 __device__ __forceinline__ void write_partial(float* partial, int group, const Running<kSteps, kHeadTiles>& run,
                                               int lane) {
@@ -831,7 +842,8 @@ __device__ __forceinline__ bool merge_warps(const PagedDecodeParams& p, BlockSta
     const float* ring = memory.rings + first / 2 * memory.ring_floats;
     const float* end = last % 2 ? memory.rings + last / 2 * memory.ring_floats
                                 : memory.stashes + last / 2 * memory.partial_floats;
-    float* partial = pair.open < 0 ? nullptr : block_partial(p, memory.partial_floats, blockIdx.x, pair.open);
+    float* partial = pair.open < 0 ? own_state<kHeadDim>(p, pair.row, pair.head)
+                                   : block_partial(p, memory.partial_floats, blockIdx.x, pair.open);
     merge_pair<T, kHeadDim>(p, Rows{ring, end, memory.ring_floats, __popc(same)}, pair, partial);
     if (pair.open < 0) continue;
     any_open = true;
@@ -914,7 +926,7 @@ __device__ __forceinline__ void begin_pair(const PagedDecodeParams& p, const Pie
   note_part(piece, pair, on_line, memory.parts, lane);
 }
 
-// To `out` if the warp saw all of the pair; otherwise to its stash, or where it is the last to the ring.  Goes on to
+// To `out` (or `states`) if the warp saw all of the pair; otherwise to its stash, or where it is the last to the ring.  Goes on to
 // the next pair; returns whether there is one.
 template <typename T, bool kFp8, int kSteps, int kHeadTiles>
 __device__ __forceinline__ bool end_pair(const PagedDecodeParams& p, const Piece& piece, const WarpMemory& memory,
@@ -922,12 +934,12 @@ __device__ __forceinline__ bool end_pair(const PagedDecodeParams& p, const Piece
   Pair pair = *memory.pair;
   const Range on_line = progress.pair_on_line(pair);
   sum_lanes(run);
-  if (piece.warp.holds(on_line)) {
+  float* partial = on_line.end < piece.warp.end ? memory.stash : reinterpret_cast<float*>(memory.ring);
+  if (piece.warp.holds(on_line)) partial = own_state<16 * kSteps>(p, pair.row, pair.head);
+  if (partial == nullptr)
     write_whole<T, kFp8>(p, pair, run, lane);
-  } else {
-    float* partial = on_line.end < piece.warp.end ? memory.stash : reinterpret_cast<float*>(memory.ring);
+  else
     write_partial<kFp8>(partial, p.group, run, lane);
-  }
   if (progress.at == piece.warp.end) return false;
   next_pair(p, pair);
   replace_pair(memory.pair, pair);
@@ -987,7 +999,7 @@ __device__ __forceinline__ void merge_all(const PagedDecodeParams& p, BlockState
     if (!state.merges[open]) continue;
     const Part pair = state.open[open];
     const Rows partials = fetch_partials(p, pair, memory.partial_floats, memory.rings, memory_floats);
-    merge_pair<T, kHeadDim>(p, partials, pair, nullptr);
+    merge_pair<T, kHeadDim>(p, partials, pair, own_state<kHeadDim>(p, pair.row, pair.head));
   }
 }
 

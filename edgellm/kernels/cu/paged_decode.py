@@ -49,7 +49,9 @@ class PagedDecodeParams(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("query_stride", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
@@ -172,6 +174,8 @@ def paged_decode(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     early_reads: bool = False,
+    starts: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
 ) -> None:
     """out[n] = attention of query[n] over the first lengths[n] keys of slot slots[n], the new token's included.
 
@@ -194,6 +198,10 @@ def paged_decode(
         early_reads: slots, lengths, page_table and all keys but each row's newest may be read before the kernel in
             front has ended.  For a caller who knows that a kernel which ends before the one in front starts has
             written them: this kernel lets the next start only after all in front of it have ended.
+        starts: (N,) int32, multiples of 16: keys before are left out of each row; without a window.  Read early too.
+        states: (N, num_heads, head_dim + 4) float32: what rows that do not start at 0 write instead of out: sums of the
+            weighted values, maximum (of scores times log2 e) that the weights are relative to, sum of the weights, two
+            unused; without the sink.  Needed with starts.
     Raises:
         InvalidArgumentError: shapes, types, alignment or devices do not fit.  Nothing was launched.
     Effects: writes out, uses workspace.  Ordering: torch's current stream; never waits.
@@ -201,6 +209,7 @@ def paged_decode(
     layout = _check(query, pages, page_table, slots, lengths, out, num_heads)
     head_dim, group = layout.head_dim, num_heads // layout.kv_heads
     _check_options(scale, window, soft_cap, sinks, num_heads)
+    _check_starts(starts, states, window, (query.shape[0], num_heads, head_dim + PARTIAL_PAD))
     if query.shape[0] == 0:
         return
     limits = device_limits(query.device)
@@ -214,7 +223,9 @@ def paged_decode(
         address(slots),
         address(lengths),
         address(sinks),
+        address(starts),
         address(out),
+        address(states),
         address(workspace),
         query.stride(0),
         out.stride(0),
@@ -275,6 +286,21 @@ def _check_options(scale: float, window: int, soft_cap: float, sinks: torch.Tens
         )
     if sinks is not None:
         check_vector("sinks", sinks, num_heads, torch.float32)
+
+
+def _check_starts(
+    starts: torch.Tensor | None, states: torch.Tensor | None, window: int, shape: tuple[int, int, int]
+) -> None:
+    if starts is None:
+        return
+    if window or states is None:
+        raise InvalidArgumentError(
+            f"starts with window {window} and {'no states' if states is None else 'states'}; no window, and states for "
+            "the rows that do not start at 0, are needed"
+        )
+    check_vector("starts", starts, shape[0], torch.int32)
+    check_shape("states", states, shape, torch.float32)
+    check_alignment("states", states)
 
 
 def _check_workspace(workspace: torch.Tensor, needed: int) -> None:

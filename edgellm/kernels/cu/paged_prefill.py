@@ -221,7 +221,7 @@ def paged_prefill_workspace(
             and keys that a sequence may have; one softmax state is kept for each row, head and segment.
     """
     threads, tile_rows = tile_threads_and_rows(head_dim, deterministic=False, limits=limits)
-    spread_rows = limits.sm_count * _max_blocks(threads, head_dim) * tile_rows
+    spread_rows = limits.sm_count * max_blocks(threads, head_dim) * tile_rows
     segment_rows = max_rows * num_heads * -(-max_keys // SEGMENT_TOKENS)
     return max(spread_rows, segment_rows) * _state_bytes(head_dim)
 
@@ -250,12 +250,12 @@ def tile_bytes(shape: PrefillShape, tile_rows: int) -> tuple[int, int]:
     return tile_rows * shape.head_dim * 2, stage
 
 
-def _max_blocks(threads: int, head_dim: int) -> int:
+def max_blocks(threads: int, head_dim: int) -> int:
     """Blocks that one SM's registers hold."""
     return 1 if threads == 256 or head_dim == 256 else 2
 
 
-def _ring_and_blocks(query_bytes: int, stage_bytes: int, max_blocks: int, limits: DeviceLimits) -> tuple[int, int]:
+def ring_and_blocks(query_bytes: int, stage_bytes: int, max_blocks: int, limits: DeviceLimits) -> tuple[int, int]:
     """The longest ring with which the most blocks fit an SM, and that number of blocks."""
     room = limits.max_shared_bytes + BLOCK_RESERVED_BYTES
     for blocks in range(max_blocks, 0, -1):
@@ -294,7 +294,7 @@ def _block(shape: PrefillShape, limits: DeviceLimits, *, by_warpgroups: bool) ->
         return _Block(WARPGROUP_THREADS, WARPGROUP_ROWS, shared_bytes, WARPGROUP_RING, 1)
     threads, rows = tile_threads_and_rows(shape.head_dim, deterministic=shape.deterministic, limits=limits)
     query_bytes, stage_bytes = tile_bytes(shape, rows)
-    ring, per_sm = _ring_and_blocks(query_bytes, stage_bytes, _max_blocks(threads, shape.head_dim), limits)
+    ring, per_sm = ring_and_blocks(query_bytes, stage_bytes, max_blocks(threads, shape.head_dim), limits)
     return _Block(threads, rows, RECORD_BYTES + query_bytes + ring * stage_bytes, ring, per_sm)
 
 

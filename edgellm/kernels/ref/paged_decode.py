@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,24 +29,42 @@ def paged_decode(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     early_reads: bool = False,
+    starts: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
 ) -> None:
     """Row by row; see the kernel's wrapper for what the arguments are.
 
     `workspace` and `early_reads` change nothing here.  Any head_dim, page size and group.
-    Effects: writes the rows of out that have a slot and a length.
+    Effects: writes the rows of out that have a slot and a length, and start at 0; states of the others.
     """
     head_dim = out.shape[1] // num_heads
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         if slot < 0 or length < 1:
             continue
-        first = max(0, length - window) if window else 0
+        first = max(0, length - window) if window else 0 if starts is None else int(starts[row])
+        if first >= length:
+            continue
         key, value = gather_kv(pages, page_table[slot], length, head_dim)
         key, value = (part[:, first:].repeat_interleave(num_heads // part.shape[0], dim=0) for part in (key, value))
         heads = query[row, : num_heads * head_dim].double().view(num_heads, head_dim)
         scores = capped(heads[:, None, :] @ key.transpose(1, 2) * scale, soft_cap)
+        if starts is not None and states is not None and first:
+            states[row] = softmax_state(scores, value)
+            continue
         everything = torch.ones(1, key.shape[1], dtype=torch.bool, device=key.device)
         weights = softmax_with_sinks(scores, everything, sinks)
         out[row] = (weights @ value).flatten().to(out.dtype)
+
+
+def softmax_state(scores: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """(heads, head_dim + 4): an unfinished softmax of scores (heads, 1, keys) over values (heads, keys, head_dim)."""
+    top = scores.amax(dim=2)
+    weights = torch.exp(scores - top[:, :, None])
+    state = torch.zeros(len(scores), value.shape[2] + 4, dtype=scores.dtype, device=scores.device)
+    state[:, :-4] = (weights @ value)[:, 0]
+    state[:, -4] = top[:, 0] * math.log2(math.e)
+    state[:, -3] = weights.sum(dim=2)[:, 0]
+    return state
 
 
 # ---- the kernel's schedule ------------------------------------------------------------------------------------------

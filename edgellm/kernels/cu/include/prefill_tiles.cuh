@@ -51,7 +51,7 @@ __device__ __forceinline__ void unpack_e4m3<bf16>(u32 bytes, u32& even, u32& odd
 
 // Loads key tiles and value tiles of one sequence and kv head, in turn, from pages.  Keys outside [begin, end) and
 // keys without a page become zeros: nothing is read there, and what other sequences keep there may be NaN.
-template <typename KV, int D, int kThreads, bool kSegments>
+template <typename KV, int D, int kThreads, bool kSegments, typename Params = PagedPrefillParams>
 struct PageLoader {
   static constexpr bool kFp8 = sizeof(KV) == 1;
   static constexpr int kRowBytes = D * static_cast<int>(sizeof(KV));
@@ -61,7 +61,7 @@ struct PageLoader {
   static constexpr int kRunKeys = kWarp * kPlaces;  // keys whose page numbers a warp's lanes hold
   static constexpr int kRunTiles = kRunKeys / kKeyTile;
 
-  const PagedPrefillParams& p;
+  const Params& p;
   const int* table;   // page numbers of the sequence
   int begin, end;     // keys
   int tile, stop_tile;
@@ -69,8 +69,11 @@ struct PageLoader {
 
   // The block's next tile: other blocks may have the segments in between.
   __device__ __forceinline__ int after(int t) const {
-    constexpr int kSegmentTiles = kSegmentTokens / kKeyTile;
-    return t + 1 + (kSegments && (t + 1) % kSegmentTiles == 0 ? (p.splits - 1) * kSegmentTiles : 0);
+    if constexpr (kSegments) {
+      constexpr int kSegmentTiles = kSegmentTokens / kKeyTile;
+      return t + 1 + ((t + 1) % kSegmentTiles == 0 ? (p.splits - 1) * kSegmentTiles : 0);
+    }
+    return t + 1;
   }
   __device__ __forceinline__ int load_page_ids(int run) const {
     const int key = run * kRunKeys + static_cast<int>(threadIdx.x % kWarp) * kPlaces;
@@ -133,8 +136,27 @@ struct PageLoader {
   }
 };
 
-// The query rows of a tile.  For e4m3 keys the elements of 16 are stored in the order in which unpack_e4m3 yields a
-// key's bytes to a lane: its mma operands hold elements (4m, 4m + 2) and (4m + 1, 4m + 3).
+// 16 bytes of a query row, or zeros.  For e4m3 keys the elements of 16 are stored in the order in which unpack_e4m3 yields
+// a key's bytes to a lane: its mma operands hold elements (4m, 4m + 2) and (4m + 1, 4m + 3).
+template <typename T, int D, bool kFp8>
+__device__ __forceinline__ void load_query_chunk(const T* source, bool valid, int row, int chunk, u32 target,
+                                                 char* target_pointer) {
+  if constexpr (!kFp8) {
+    cp_async_16_or_zero(target + swizzled<D * 2>(row, chunk), source, valid);
+  } else {
+    // Members 2 * (chunk % 2) and + 1 of the 16: their first operands lie in chunk 0 of it, their second in chunk 1.
+    uint4 words = valid ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+    const int member = chunk % 2 * 2;
+    char* low = target_pointer + swizzled<D * 2>(row, chunk & ~1) + member * 4;
+    char* high = target_pointer + swizzled<D * 2>(row, chunk | 1) + member * 4;
+    const uint2 even = {__byte_perm(words.x, words.y, 0x5410), __byte_perm(words.z, words.w, 0x5410)};
+    const uint2 odd = {__byte_perm(words.x, words.y, 0x7632), __byte_perm(words.z, words.w, 0x7632)};
+    *reinterpret_cast<uint2*>(low) = even;
+    *reinterpret_cast<uint2*>(high) = odd;
+  }
+}
+
+// The query rows of a tile.
 template <typename T, int D, bool kFp8, int kThreads>
 __device__ __forceinline__ void load_query(const PagedPrefillParams& p, const SequenceRows& rows, int kv_head,
                                            int first_row, int tile_rows, u32 target, char* target_pointer) {
@@ -146,19 +168,7 @@ __device__ __forceinline__ void load_query(const PagedPrefillParams& p, const Se
     const int token = valid ? packed / p.group : 0, head = kv_head * p.group + (valid ? packed % p.group : 0);
     const T* source = static_cast<const T*>(p.query) + (rows.query_start + token) * p.query_stride +
                       static_cast<i64>(head) * D + chunk * 8;
-    if constexpr (!kFp8) {
-      cp_async_16_or_zero(target + swizzled<D * 2>(row, chunk), source, valid);
-    } else {
-      // Members 2 * (chunk % 2) and + 1 of the 16: their first operands lie in chunk 0 of it, their second in chunk 1.
-      uint4 words = valid ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
-      const int member = chunk % 2 * 2;
-      char* low = target_pointer + swizzled<D * 2>(row, chunk & ~1) + member * 4;
-      char* high = target_pointer + swizzled<D * 2>(row, chunk | 1) + member * 4;
-      const uint2 even = {__byte_perm(words.x, words.y, 0x5410), __byte_perm(words.z, words.w, 0x5410)};
-      const uint2 odd = {__byte_perm(words.x, words.y, 0x7632), __byte_perm(words.z, words.w, 0x7632)};
-      *reinterpret_cast<uint2*>(low) = even;
-      *reinterpret_cast<uint2*>(high) = odd;
-    }
+    load_query_chunk<T, D, kFp8>(source, valid, row, chunk, target, target_pointer);
   }
 }
 

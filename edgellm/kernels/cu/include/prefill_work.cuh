@@ -143,11 +143,13 @@ __device__ __forceinline__ int find_sequence(const int* query_start, int num_seq
 // ---- pages ---------------------------------------------------------------------------------------------------------
 
 // Where a page begins, from the first on; that of page 0 for an absent one.
-__device__ __forceinline__ u64 page_offset(const PagedPrefillParams& p, int page) {
+template <typename Params>
+__device__ __forceinline__ u64 page_offset(const Params& p, int page) {
   return static_cast<u64>(static_cast<u32>(max(page, 0))) * static_cast<u32>(p.page_bytes);
 }
 // Place of a key in its page.
-__device__ __forceinline__ u32 page_place(const PagedPrefillParams& p, int key) {
+template <typename Params>
+__device__ __forceinline__ u32 page_place(const Params& p, int key) {
   return static_cast<u32>(key) & ((1u << p.page_shift) - 1u);
 }
 
@@ -244,7 +246,8 @@ __device__ __forceinline__ float merge_values(float value, float other, const Me
 }
 
 // What a row's weighted sum is multiplied with at the end: 1 / sum, the sink's term joined; 0 for a row without keys.
-__device__ __forceinline__ float final_factor(const PagedPrefillParams& p, int head, float maximum, float sum) {
+template <typename Params>
+__device__ __forceinline__ float final_factor(const Params& p, int head, float maximum, float sum) {
   float weight = 1.0f;
   if (p.sinks != nullptr) {
     Merged joined = merge_states(maximum, sum, __fmul_rn(p.sinks[head], kLog2e), 1.0f);
