@@ -41,6 +41,7 @@ MODULES = [
     "edgellm.session._decode_lane",
     "edgellm.session._lowering",
     "edgellm.decoding._length_records",
+    "edgellm.runtime._shared_prefix",
     "edgellm.runtime._step_packing",
     # The CUDA driver by address; builds and imports on any machine.
     "edgellm.kernels._launch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from edgellm.engine.engine import ShutdownMode
@@ -12,6 +12,7 @@ from edgellm.host import ModelHost
 from edgellm.metric_lines import metric_lines
 from edgellm.outputs import RequestOutput, TokenStream, output_from_response
 from edgellm.ownership import Uncopyable
+from edgellm.runtime.sharing_counts import SharingCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ class ServingMetrics:
         memory: the KV pool.
         pending: accepted requests without an outcome; `queued` of them wait for a seat, `resident` have one (those
             that the engine has not looked at yet are neither).
+        sharing: what decode steps on a GPU read once for several requests with the same prefix.
     """
 
     engine: EngineMetrics
@@ -48,6 +50,7 @@ class ServingMetrics:
     pending: int
     queued: int
     resident: int
+    sharing: SharingCounts = field(default_factory=SharingCounts)
 
     def __str__(self) -> str:
         """One metric a line."""
@@ -60,14 +63,15 @@ class ServingMetrics:
         Raises:
             ContractViolation: closed.
         """
-        engine = frontend.open_engine("metrics")
+        engine, runtime = frontend.open_engine("metrics"), frontend.open_runtime("metrics")
         return cls(
             engine=engine.metrics(),
-            cache=frontend.open_runtime("metrics").coordinator.metrics(),
+            cache=runtime.coordinator.metrics(),
             memory=frontend.memory_budget,
             pending=engine.pending(),
             queued=engine.queued(),
             resident=engine.resident(),
+            sharing=getattr(runtime.executor, "sharing", SharingCounts()),
         )
 
 

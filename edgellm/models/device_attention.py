@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,11 @@ class _Layer:
     kind: KVLayer
     mode: AttentionMode
     is_wide: bool = False
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether decode rows may attend in groups: with a window each sees keys of its own."""
+        return self.mode is AttentionMode.SPLIT and not self.kind.window
 
     @classmethod
     def of(cls, kind: KVLayer, mode: AttentionMode) -> _Layer:
@@ -108,6 +114,7 @@ class DeviceAttention:
 
     Args:
         page_table: (num_slots, pages_per_slot) int32, the device's copy.
+        shares_prefixes: steps may have decode rows that attend in groups.
     """
 
     def __init__(
@@ -118,6 +125,7 @@ class DeviceAttention:
         kv_cache: KVCache,
         page_table: torch.Tensor,
         mode: AttentionMode,
+        shares_prefixes: bool = False,
     ) -> None:
         self._num_heads = config.num_heads
         self._scale = config.attention_scale
@@ -126,9 +134,15 @@ class DeviceAttention:
         self._kv_cache = kv_cache
         self._page_table = page_table
         self._layers = [_Layer.of(kind, mode) for kind in config.kv_layers]
+        self._shares_prefixes = shares_prefixes and any(layer.shares_prefixes for layer in self._layers)
         self._decode_workspace = self._new_workspace(0)
         self._prefill_workspace = self._new_workspace(0)
         self._single_starts: list[torch.Tensor] = []
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether there is a layer whose decode rows may attend in groups that share a prefix."""
+        return self._shares_prefixes
 
     def workspace_bytes(self, max_rows: int, max_keys: int) -> tuple[int, int]:
         """Bytes that decode attention and ragged attention need beside the pool.
@@ -136,7 +150,9 @@ class DeviceAttention:
         Args:
             max_rows: sequences of a step.  max_keys: tokens of one sequence.
         """
-        return _workspace_bytes(self._layers, self._ops, self._num_heads, max_rows, max_keys)
+        return _workspace_bytes(
+            self._layers, self._ops, self._num_heads, max_rows, max_keys, shares_prefixes=self._shares_prefixes
+        )
 
     @staticmethod
     def bytes_for(config: ModelConfig, ops: DeviceOps, mode: AttentionMode, max_rows: int, max_keys: int) -> int:
@@ -154,12 +170,15 @@ class DeviceAttention:
     def _new_workspace(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._page_table.device)
 
-    def bind(self, step: StepTensors, shape: StepShape) -> Attend:
+    def bind(self, step: StepTensors, shape: StepShape, *, shares_prefixes: bool = False) -> Attend:
         """The attention of a step of `shape` over its input tensors; see `device_step.Attend`.
 
         What a layer may add: `query_norm`, `key_norm` and `value_norm`, (head_dim,) float32 weights of norms over each
         head; `chosen`, the token rows of the step that the rows of qkv are, where K and V are another layer's.
         A qkv as wide as out has no K and V of its own; angles may be None.
+
+        Args:
+            shares_prefixes: the step was staged with groups of decode rows.
         """
 
         def attend(
@@ -193,7 +212,8 @@ class DeviceAttention:
                 eps=self._eps,
             )
             if chosen is None:
-                self._attend(kv_layer, layer, qkv, pages, step, shape, out)
+                shares = shares_prefixes and layer.shares_prefixes
+                self._attend(kv_layer, layer, qkv, pages, step, shape, out, shares=shares)
             elif step.tree is None:
                 self._attend_chosen(layer, qkv, pages, chosen, out)
             else:
@@ -210,6 +230,8 @@ class DeviceAttention:
         step: StepTensors,
         shape: StepShape,
         out: torch.Tensor,
+        *,
+        shares: bool,
     ) -> None:
         apart = layer.mode is AttentionMode.SPLIT
         for rows in self._ragged_rows(step, shape, with_decode=not apart):
@@ -218,7 +240,8 @@ class DeviceAttention:
             tokens, rows_before = shape.context_tokens, shape.context_rows
             places = step.slots[rows_before:], step.lengths[rows_before:]
             # The decode kernel of the layer below has waited for the step's inputs, and for every step before.
-            self._attend_decode(layer, qkv[tokens:], pages, *places, out[tokens:], early_reads=kv_layer > 0)
+            attend = partial(self._attend_in_groups, step) if shares else self._attend_decode
+            attend(layer, qkv[tokens:], pages, *places, out[tokens:], early_reads=kv_layer > 0)
 
     def _attend_chosen(
         self, layer: _Layer, query: torch.Tensor, pages: torch.Tensor, chosen: ChosenRows, out: torch.Tensor
@@ -328,9 +351,43 @@ class DeviceAttention:
             early_reads=early_reads,
         )
 
+    def _attend_in_groups(
+        self,
+        step: StepTensors,
+        layer: _Layer,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        early_reads: bool,
+    ) -> None:
+        self._ops.paged_cascade(
+            query,
+            pages,
+            self._page_table,
+            slots,
+            lengths,
+            step.shared,
+            step.members,
+            step.group_start,
+            out,
+            self._decode_workspace,
+            num_heads=self._num_heads,
+            scale=self._scale,
+            early_reads=early_reads,
+        )
+
 
 def _workspace_bytes(
-    layers: Sequence[_Layer], ops: DeviceOps, num_heads: int, max_rows: int, max_keys: int
+    layers: Sequence[_Layer],
+    ops: DeviceOps,
+    num_heads: int,
+    max_rows: int,
+    max_keys: int,
+    *,
+    shares_prefixes: bool = False,
 ) -> tuple[int, int]:
     """Of decode attention, of ragged attention."""
     decode, prefill = 0, 0
@@ -340,4 +397,8 @@ def _workspace_bytes(
         elif mode is AttentionMode.SPLIT:
             decode = max(decode, ops.decode_workspace_bytes(max_rows, num_heads, head_dim))
             prefill = max(prefill, ops.prefill_workspace_bytes(0, 0, num_heads, head_dim))
+    for layer in layers:
+        if shares_prefixes and layer.shares_prefixes:
+            heads = num_heads, layer.kind.num_kv_heads, layer.kind.head_dim
+            decode = max(decode, ops.cascade_workspace_bytes(max_rows, *heads))
     return decode, prefill

@@ -55,6 +55,7 @@ class DeviceOps:
             zeroed once.
         prefill_workspace_bytes: `(rows, keys, num_heads, head_dim)` to those of ragged attention; in deterministic mode
             calls of up to `rows` rows are spread over the device, for sequences of up to `keys` tokens.
+        cascade_workspace_bytes: `(rows, num_heads, num_kv_heads, head_dim)` to those of decode attention in groups.
         causal_conv, gated_delta, mamba2: rows of a step and their state by slot; `rows` is a `StateRows`.
         delta_gates: `(a, b, rate, bias, decay, beta)`, into the last two.
         scatter_state: state put back to checkpoints after verification.
@@ -68,6 +69,7 @@ class DeviceOps:
     rotary_angles: Op
     rope_kv_write: Op
     paged_decode: Op
+    paged_cascade: Op
     paged_prefill: Op
     paged_attention_exact: Op
     paged_attention_wide: Op
@@ -92,6 +94,7 @@ class DeviceOps:
     prepare: Callable[[Callable[[], None]], None]
     decode_workspace_bytes: Callable[[int, int, int], int]
     prefill_workspace_bytes: Callable[[int, int, int, int], int]
+    cascade_workspace_bytes: Callable[[int, int, int, int], int]
 
 
 def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
@@ -103,6 +106,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
     from edgellm.kernels.cu import (
         embedding,
         paged_attention_exact,
+        paged_cascade,
         paged_decode,
         paged_prefill,
         rms_norm,
@@ -121,6 +125,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
         rotary_angles=rotary_angles.rotary_angles,
         rope_kv_write=rope_kv_write.rope_kv_write,
         paged_decode=paged_decode.paged_decode,
+        paged_cascade=paged_cascade.paged_cascade,
         paged_prefill=paged_prefill.paged_prefill,
         paged_attention_exact=paged_attention_exact.paged_attention_exact,
         paged_attention_wide=_of_module("paged_attention_wide", "paged_attention_wide"),
@@ -145,6 +150,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
         prepare=_compile_together,
         decode_workspace_bytes=_decode_workspace_bytes,
         prefill_workspace_bytes=_prefill_workspace_bytes,
+        cascade_workspace_bytes=_cascade_workspace_bytes,
     )
 
 
@@ -164,6 +170,7 @@ def reference_ops() -> DeviceOps:
         mamba2,
         paged_attention_exact,
         paged_attention_wide,
+        paged_cascade,
         paged_decode,
         paged_prefill,
         rms_norm,
@@ -184,6 +191,7 @@ def reference_ops() -> DeviceOps:
         rotary_angles=rotary_angles.rotary_angles,
         rope_kv_write=rope_kv_write.rope_kv_write,
         paged_decode=paged_decode.paged_decode,
+        paged_cascade=paged_cascade.paged_cascade,
         paged_prefill=paged_prefill.paged_prefill,
         paged_attention_exact=paged_attention_exact.paged_attention_exact,
         paged_attention_wide=paged_attention_wide.paged_attention_wide,
@@ -208,6 +216,7 @@ def reference_ops() -> DeviceOps:
         prepare=lambda launches: None,
         decode_workspace_bytes=lambda rows, num_heads, head_dim: 0,
         prefill_workspace_bytes=lambda rows, keys, num_heads, head_dim: 0,
+        cascade_workspace_bytes=lambda rows, num_heads, num_kv_heads, head_dim: 0,
     )
 
 
@@ -238,6 +247,13 @@ def _decode_workspace_bytes(rows: int, num_heads: int, head_dim: int) -> int:
     from edgellm.kernels.cu.paged_decode import paged_decode_workspace
 
     return paged_decode_workspace(rows, num_heads, head_dim, device_limits(torch.device("cuda")))
+
+
+def _cascade_workspace_bytes(rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    from edgellm.kernels.cu.launch import device_limits
+    from edgellm.kernels.cu.paged_cascade import paged_cascade_workspace
+
+    return paged_cascade_workspace(rows, num_heads, num_kv_heads, head_dim, device_limits(torch.device("cuda")))
 
 
 def _prefill_workspace_bytes(rows: int, keys: int, num_heads: int, head_dim: int) -> int:

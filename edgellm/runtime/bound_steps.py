@@ -35,11 +35,13 @@ class StepKind:
         shape: with padding.
         hidden: hidden rows are wanted.
         keeps_checkpoints: recurrent state is kept after each token of some rows.
+        shares_prefixes: some decode rows attend in groups; which do is data.
     """
 
     shape: StepShape
     hidden: bool = False
     keeps_checkpoints: bool = False
+    shares_prefixes: bool = False
 
 
 @dataclass(slots=True)
@@ -130,7 +132,8 @@ class BoundSteps:
         buffers = self._scratch.buffers(tokens=shape.tokens, logits=shape.logits)
         starts = step.checkpoint_start if kind.keeps_checkpoints else None
         rows = StateRows(step.query_start, step.slots, starts)
-        state = DeviceStepState(self._attention.bind(step, shape), rows, self._recurrent, kind.keeps_checkpoints)
+        attend = self._attention.bind(step, shape, shares_prefixes=kind.shares_prefixes)
+        state = DeviceStepState(attend, rows, self._recurrent, kind.keeps_checkpoints)
         hidden = self._scratch.hidden_rows(shape.tokens) if kind.hidden else None
         request = self._request if kind.hidden else None
         launch = partial(self._graph.forward, step, buffers, state, hidden, request)

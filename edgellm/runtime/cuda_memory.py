@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_POOL_FRACTION = 0.85
 DEFAULT_UNIFIED_POOL_FRACTION = 0.6
 
-_LIBRARY_BYTES = 160 << 20  # cuBLAS workspaces of two streams, loaded kernels
+_LIBRARY_BYTES = 192 << 20  # cuBLAS workspaces of two streams, those of attention, loaded kernels
 _SAMPLING_COPIES = 4  # of the logits rows: edited, filtered, sorted, ids
 _DRAFT_ROWS = 3  # hidden rows of a token that a draft may ask for, one a layer
 GRAPH_BYTES = 1 << 20  # one captured graph of a step, its kernel nodes

@@ -25,6 +25,8 @@ from edgellm.runtime.cuda_graphs import EagerRunner, StepGraphs
 from edgellm.runtime.device_cuda import device_errors
 from edgellm.runtime.recurrent_state import check_recurrent
 from edgellm.runtime.run_ahead import AheadStep, context_part, following_step
+from edgellm.runtime.shared_prefix import MIN_SHARED_ROWS
+from edgellm.runtime.sharing_counts import SharingCounts
 from edgellm.runtime.step_buckets import StepBuckets
 from edgellm.runtime.step_inputs import StepInputs, StepShape, split_rows
 from edgellm.runtime.tree_commit import TreeCommit
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from edgellm.runtime.device import Device
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.runtime.recurrent_state_device import DeviceRecurrentState
+    from edgellm.runtime.shared_prefix import SharedPrefixes
     from edgellm.runtime.snapshot_storage import HybridSnapshotStorage
 
 
@@ -93,6 +96,7 @@ class CudaExecutor:
         snapshots: storage of the checkpoints of that state.
         graphs: replay small steps as CUDA graphs (on a GPU).
         pad: run small steps as the next larger bucket; without, graphs would hardly ever repeat.
+        shares_prefixes: decode rows that lease the pages of a long prefix attend to it together, where that pays.
         waits: a step without logits, whose end nobody would see, ends when the device is done: for whoever measures it.
     Raises (at construction):
         InvalidArgumentError: KV cache or recurrent state are not those of the model.
@@ -111,6 +115,7 @@ class CudaExecutor:
         snapshots: HybridSnapshotStorage | None = None,
         graphs: bool = True,
         pad: bool = True,
+        shares_prefixes: bool = True,
         waits: bool = False,
     ) -> None:
         config = model.config
@@ -136,7 +141,16 @@ class CudaExecutor:
             has_pages=config.num_kv_layers > 0,
             window=min((layer.window for layer in config.kv_layers if layer.window), default=0),
         )
-        attention = DeviceAttention(config=config, ops=ops, kv_cache=kv_cache, page_table=self._inputs.table, mode=mode)
+        attention = DeviceAttention(
+            config=config,
+            ops=ops,
+            kv_cache=kv_cache,
+            page_table=self._inputs.table,
+            mode=mode,
+            shares_prefixes=shares_prefixes and limits.num_slots >= MIN_SHARED_ROWS,
+        )
+        self._shares_prefixes = attention.shares_prefixes
+        self._sharing = SharingCounts()
         attention.reserve(limits.num_slots, limits.pages_per_slot * kv_cache.page_size)
         on_gpu = device.torch_device.type == "cuda"
         self._runner: StepRunner = StepGraphs(device.torch_device) if graphs and on_gpu else EagerRunner()
@@ -184,6 +198,11 @@ class CudaExecutor:
     def runner(self) -> StepRunner:
         """Where launches go: graphs, or straight to the device."""
         return self._runner
+
+    @property
+    def sharing(self) -> SharingCounts:
+        """What steps saved whose decode rows share prefixes."""
+        return replace(self._sharing)
 
     def resources(self) -> StateResources:
         """What the cache keeps in step with: see `StatefulExecutor`."""
@@ -289,10 +308,11 @@ class CudaExecutor:
         shape = None if self._buckets is None else self._buckets.padded(exact)
         if shape is None:
             return
-        kind = StepKind(shape)
+        prefixes = self._find_prefixes(following, exact)
+        kind = StepKind(shape, shares_prefixes=prefixes is not None)
         with self._on_device(), self._step_errors(following.num_tokens):
             self._steps.reserve(shape)
-            self._inputs.stage(following, shape)
+            self._inputs.stage(following, shape, prefixes=prefixes)
             bound = self._steps.bind(kind, keep=True)
             bound.token_ids[: len(token_ids)].copy_(token_ids)
             self._runner.run(kind, bound.launch)
@@ -312,7 +332,7 @@ class CudaExecutor:
         """
         kinds = self._kinds_at_start()
         with self._on_device(), self._step_errors(0):
-            self._ops.prepare(partial(self._run_padding, kinds, captured=False))
+            self._ops.prepare(partial(self._run_padding, kinds + self._kinds_of_sharing(), captured=False))
             self._run_padding(kinds, captured=True)
             self._device.stream.synchronize()
         self._is_warm = True
@@ -340,9 +360,12 @@ class CudaExecutor:
         padded = None if self._buckets is None else self._buckets.padded(exact)
         starts = self._lay_out(batch, verified)
         shape = self._with_masks(exact if padded is None else padded, batch, verified)
-        kind = StepKind(shape, hidden=hidden, keeps_checkpoints=starts is not None)
+        prefixes = self._find_prefixes(batch, exact)
+        kind = StepKind(
+            shape, hidden=hidden, keeps_checkpoints=starts is not None, shares_prefixes=prefixes is not None
+        )
         self._steps.reserve(kind.shape)
-        self._inputs.stage(batch, kind.shape, starts)
+        self._inputs.stage(batch, kind.shape, starts, prefixes)
         self._has_run = True
         bound = self._steps.bind(kind, keep=padded is not None)
         if padded is None:
@@ -375,6 +398,13 @@ class CudaExecutor:
         if not words:
             return shape
         return replace(shape, mask_words=words, has_long_rows=not self._inputs.masked_rows(batch, words).all())
+
+    def _find_prefixes(self, batch: RaggedBatch, exact: StepShape) -> SharedPrefixes | None:
+        """Which decode rows attend in groups; counts what is saved."""
+        prefixes = self._inputs.shared_prefixes(batch, exact.decode_rows) if self._shares_prefixes else None
+        if prefixes is not None:
+            self._sharing.count(prefixes)
+        return prefixes
 
     def _lay_out(self, batch: RaggedBatch, verified: Sequence[int]) -> npt.NDArray[np.int32] | None:
         """Where checkpoints go, in a step that leaves any; more room for them where it is needed."""
@@ -409,6 +439,13 @@ class CudaExecutor:
         shapes = [replace(shape, mask_words=self._mask_words) for shape in self._buckets.verified_at_start()]
         verified = [StepKind(shape, hidden, has_state) for shape in shapes]
         return verified + [StepKind(shape, hidden) for shape in self._buckets.at_start()]
+
+    def _kinds_of_sharing(self) -> list[StepKind]:
+        """A step whose decode rows share prefixes, for its kernels; its graphs are captured as such steps occur."""
+        if self._buckets is None or not self._shares_prefixes:
+            return []
+        rows = self._buckets.decode[-1]
+        return [StepKind(StepShape(0, 0, rows, rows), self._steps.gives_hidden, shares_prefixes=True)]
 
     def _run_padding(self, kinds: list[StepKind], *, captured: bool) -> None:
         run = self._runner.run if captured else _launch

@@ -23,6 +23,7 @@ from edgellm.runtime._step_packing import (
 )
 from edgellm.runtime.attention_cpu import kv_offsets
 from edgellm.runtime.executor_cpu import check_batch
+from edgellm.runtime.shared_prefix import MAX_GROUPS, SharedPrefixes
 from edgellm.runtime.tree_rows import check_trees, masked_rows, pack_trees
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class StepTensors:
         lengths: (N,) int32, tokens that have state after it; 0 in padding.
         logits_index: (L,) int32, token of each logits row; 0 in padding.
         checkpoint_start: (N,) int32, row of the checkpoint of each sequence's first token; -1 where none is kept.
+        shared, members: (decode rows,) int32, and group_start: (MAX_GROUPS + 1,) int32, decode rows in groups that
+            share a prefix, see `SharedPrefixes`; set in steps that were staged with such groups.
         tree: masks, in a step that has any.
     """
 
@@ -117,11 +120,14 @@ class StepTensors:
     lengths: torch.Tensor
     logits_index: torch.Tensor
     checkpoint_start: torch.Tensor
+    shared: torch.Tensor
+    members: torch.Tensor
+    group_start: torch.Tensor
     tree: TreeTensors | None = None
 
 
 _ROW_SECTIONS = tuple(field.name for field in fields(StepTensors) if field.name != "tree")
-_CHECKPOINT_SECTION = _ROW_SECTIONS.index("checkpoint_start")
+_CHECKPOINTS, _SHARED = _ROW_SECTIONS.index("checkpoint_start"), _ROW_SECTIONS.index("shared")
 _TREE_SECTIONS = tuple(f"tree {field.name}" for field in fields(TreeTensors))
 _OF_NOBODY = ("token_seq", "slots", "checkpoint_start", "tree slots", "tree long_slots")  # -1 in padding
 
@@ -132,6 +138,7 @@ def section_sizes(shape: StepShape) -> tuple[int, ...]:
         *(shape.tokens, shape.tokens, shape.tokens),
         *(shape.rows, shape.rows + 1, shape.rows, shape.rows),
         *(shape.logits, shape.rows),
+        *(shape.decode_rows, shape.decode_rows, MAX_GROUPS + 1 if shape.decode_rows else 0),
     )
     if not shape.mask_words:
         return of_rows
@@ -269,12 +276,23 @@ class StepInputs:
             self._page_size,
         )
 
-    def stage(self, batch: RaggedBatch, shape: StepShape, checkpoint_start: Int32Array | None = None) -> None:
+    def shared_prefixes(self, batch: RaggedBatch, decode_rows: int) -> SharedPrefixes | None:
+        """Which of the last `decode_rows` sequences of a checked batch share a prefix; None where none pay."""
+        return SharedPrefixes.of(batch, decode_rows, self._page_rows(batch), self._page_size)
+
+    def stage(
+        self,
+        batch: RaggedBatch,
+        shape: StepShape,
+        checkpoint_start: Int32Array | None = None,
+        prefixes: SharedPrefixes | None = None,
+    ) -> None:
         """Send a step that was checked: pack it, copy it, and bring the page table up to date, all in stream order.
 
         Args:
             shape: at least the batch's sizes, see `split_rows`; what is beyond them is padding.
             checkpoint_start: (N,) int32 of the batch's sequences, in a step whose rows are all context rows.
+            prefixes: of the step's decode rows.
         """
         staging = self._next_staging()
         pack_step(
@@ -292,11 +310,12 @@ class StepInputs:
             shape.logits,
         )
         starts = section_starts(shape)
-        first, updates = starts[_CHECKPOINT_SECTION], starts[-1]
-        kept = staging.words[first : first + shape.rows]
-        kept.fill(-1)
-        if checkpoint_start is not None:
-            kept[: len(checkpoint_start)] = checkpoint_start
+        updates = starts[-1]
+        _fill(staging.words, starts[_CHECKPOINTS], shape.rows, checkpoint_start, padding=-1)
+        if prefixes is not None:
+            _fill(staging.words, starts[_SHARED], shape.decode_rows, prefixes.shared, padding=0)
+            _fill(staging.words, starts[_SHARED + 1], shape.decode_rows, prefixes.members, padding=0)
+            _fill(staging.words, starts[_SHARED + 2], MAX_GROUPS + 1, prefixes.group_start, padding=0)
         if shape.mask_words:
             masked, sections = self.masked_rows(batch, shape.mask_words), self._sections(staging.words, shape)
             pack_trees(batch, masked, *(sections[name] for name in _TREE_SECTIONS))
@@ -384,6 +403,13 @@ def split_rows(batch: RaggedBatch, *, decode_apart: bool) -> StepShape:
     """
     decode = count_single_tail(batch.query_len) if decode_apart else 0
     return StepShape(batch.num_tokens - decode, batch.num_sequences - decode, decode, len(batch.logits_index))
+
+
+def _fill(words: Int32Array, start: int, size: int, values: Int32Array | None, *, padding: int) -> None:
+    """A section: the values that there are, then padding."""
+    words[start : start + size] = padding
+    if values is not None:
+        words[start : start + len(values)] = values
 
 
 def _aligned(count: int) -> int:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from reference_placement import ReferencePlacement, make_engine
+from tiny_model import write_tiny_llama
 
 from edgellm import Engine, SamplingParams
 from edgellm.errors import RequestCancelled
+from edgellm.models.device_attention import AttentionMode
 from edgellm.runtime.placement import CpuPlacement
 from edgellm.testing.recount import recount
 
@@ -67,3 +69,28 @@ def test_a_cancelled_stream_gives_its_pages_back(engines: tuple[Engine, Engine])
     engine.generate([PROMPTS[0]], greedy(2))  # the cancel is seen at a step boundary before this one ends
     assert engine._runtime is not None
     assert recount(engine._runtime.coordinator).leased == 0
+
+
+class SplitPlacement(ReferencePlacement):
+    """Decode rows have an operator of their own, as in 16-bit types."""
+
+    mode = AttentionMode.SPLIT
+
+
+def test_requests_with_one_long_prompt_read_its_pages_together(tmp_path: Path) -> None:
+    """What the cache lets requests lease together is what decode rows attend to together; the tokens stay."""
+    folder = write_tiny_llama(
+        tmp_path, head_dim=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096
+    )
+    prompt = [1 + (place * 7) % 250 for place in range(2_400)]
+    prompts = [[*prompt, *(40 + index + place for place in range(1 + index))] for index in range(9)]
+    answers = []
+    for placement in (SplitPlacement, CpuPlacement):
+        engine = make_engine(folder, placement, kv_budget=4_000, max_batch_size=9, max_model_len=2_600)
+        engine.generate([prompts[0]], greedy(1))
+        answers.append([output.token_ids for output in engine.generate(prompts, greedy(4))])
+        sharing = engine.metrics().sharing
+        engine.shutdown()
+        assert (sharing.steps > 0) == (placement is SplitPlacement)
+        assert sharing.tokens_saved >= (sharing.rows - sharing.groups) * 2_352  # 16,384 / 7, in whole pages
+    assert answers[0] == answers[1]

@@ -40,7 +40,8 @@ def test_groups_are_indented() -> None:
     assert lines[:2] == ["engine:", "  submitted: 1,234"]
     assert "cache:" in lines
     assert f"memory: {budget.describe()}" in lines
-    assert lines[-3:] == ["pending: 2", "queued: 1", "resident: 1"]
+    assert lines[-8:-5] == ["pending: 2", "queued: 1", "resident: 1"]
+    assert lines[-5:] == ["sharing:", "  steps: 0", "  groups: 0", "  rows: 0", "  tokens_saved: 0"]
     assert max(map(len, lines)) < 200
 
 

@@ -65,6 +65,7 @@ def make_executor(
     page_size: int = PAGE_SIZE,
     num_slots: int = NUM_SLOTS,
     pages_per_slot: int = PAGES_PER_SLOT,
+    shares_prefixes: bool = True,
 ) -> CudaExecutor:
     kv_cache = KVCache.for_model(
         model.config,
@@ -83,6 +84,7 @@ def make_executor(
         mode=attention_mode(model.dtype, deterministic=deterministic),
         graphs=graphs,
         pad=pad,
+        shares_prefixes=shares_prefixes,
     )
 
 

@@ -175,6 +175,36 @@ def test_copied_pages_and_shared_pages_give_the_same_logits() -> None:
     assert torch.equal(executor.forward(ragged_batch([(3, 76, prompt[76:])], page_rows))[0].cpu(), expected)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+def test_rows_that_share_a_prefix_attend_to_it_together(kv_dtype: torch.dtype | None) -> None:
+    """Close to each row by itself; replays have the bits of eager steps while rows leave, come, and share nothing."""
+    model = small_model(torch.bfloat16, max_positions=4096)
+    pages_per_slot, prefix = 160, 150 * PAGE_SIZE
+    page_rows = permuted_page_rows(NUM_SLOTS, pages_per_slot, seed=13)
+    page_rows[1:11, :150] = page_rows[0, :150]
+    (prompt,) = prompts([prefix], 1031)
+
+    def make(**options: Any) -> Any:
+        executor = make_executor(model, kv_dtype=kv_dtype, pages_per_slot=pages_per_slot, **options)
+        executor.forward(ragged_batch([(0, 0, prompt)], page_rows))
+        return executor
+
+    apart, eager, graphed = make(shares_prefixes=False), make(graphs=False), make()
+    graphed.warm_up()
+    rows = [(slot, prefix, [slot + 1]) for slot in range(11)]
+    steps = [[(slot, past + i, [i + slot]) for slot, past, _ in rows[: 11 - i // 2]] for i in range(6)]
+    steps += [[(11, 0, [5, 6, 7]), *((slot, past + 6, [3]) for slot, past, _ in rows[:9])]]
+    steps += [[(slot, past + 7, [2]) for slot, past, _ in rows[:3]]]
+    for step in steps:
+        batch = ragged_batch(step, page_rows)
+        expected, together = apart.forward(batch).cpu(), eager.forward(batch).cpu()
+        assert relative_error(together, expected) < HALF_ERROR[torch.bfloat16]
+        assert torch.equal(graphed.forward(batch).cpu(), together)
+    assert not graphed.runner.refusal
+    assert (graphed.sharing.steps, apart.sharing.steps) == (7, 0)
+    assert graphed.sharing.tokens_saved == (10 + 10 + 9 + 9 + 8 + 8 + 8) * prefix
+
+
 def test_a_step_larger_than_any_before_runs() -> None:
     """More tokens and more logits than memory was reserved for; what was captured is captured again."""
     model = small_model(torch.bfloat16)
