@@ -25,7 +25,7 @@ HOLD_TOKEN = -1
 
 
 class OneTokenAdvances(Sequence[ContextCacheSequenceAdvance]):
-    """Advances of a vanilla decode step in one array: each sequence accepted one token, or holds.
+    """Advances of a decode step in one array: each sequence accepted one token, or holds.
 
     Reads like a list of `ContextCacheSequenceAdvance`, and costs no Python object per sequence.
 
@@ -151,9 +151,9 @@ def check_decode_advances(impl: Impl, advances: Sequence[ContextCacheSequenceAdv
 
 
 def _check_one_token_advances(impl: Impl, advances: OneTokenAdvances) -> None:
-    if impl.speculative_request or impl.token_state_contract is DecodingTokenStateContract.FULLY_COMMITTED:
+    if impl.token_state_contract is DecodingTokenStateContract.FULLY_COMMITTED:
         raise InvalidArgumentError(
-            "OneTokenAdvances serve vanilla look-ahead decoding only; pass ContextCacheSequenceAdvance objects"
+            "OneTokenAdvances serve look-ahead decoding only; pass ContextCacheSequenceAdvance objects"
         )
     lengths, size = impl.lengths, impl.lengths.size
     active = advances.token_ids >= 0
@@ -257,4 +257,5 @@ def _apply_one_token_advances(impl: Impl, advances: OneTokenAdvances) -> None:
         append_each([impl.chains[slot] for slot in slots], advances.token_ids[active])
     lengths.num_tokens[:size] += active
     lengths.committed[:size] += active
-    lengths.common[:size] += active
+    if not impl.tracks_common:
+        lengths.common[:size] += active

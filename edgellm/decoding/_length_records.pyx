@@ -114,6 +114,18 @@ cdef class LengthRecords:
                 chosen[self._offers[i].sequence] += 1
         return self._with_probes(places, allowed, chosen)
 
+    def stay_idle(self, list slots, list most):
+        """Whether no slot is likely to propose in the next round: none did in this one, and no trial is due."""
+        cdef Py_ssize_t i, slot
+        cdef Record *record
+        for i in range(len(slots)):
+            slot = slots[i]
+            self._reach(slot)
+            record = &self._records[slot]
+            if <int32_t>most[i] > 0 and (record.idle == 0 or record.idle + 1 >= record.wait):
+                return False
+        return True
+
     cdef int _collect(
         self, const vector[int32_t] &places, const vector[int32_t] &allowed, double seconds, double per_row
     ) except -1:

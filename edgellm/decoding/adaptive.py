@@ -133,3 +133,11 @@ class DraftLengths:
             return list(most)
         idle = self.times.predict(len(slots) + other_rows) + self.proposing.predict(0)
         return self._records.limits(list(slots), list(most), idle, self.times.per_row, self.per_depth)
+
+    def stay_idle(self, slots: Sequence[int], most: Sequence[int]) -> bool:
+        """Whether none of these slots is likely to propose in the next round: a guess, from what `limits` said last.
+
+        Args:
+            most: what each was allowed in this round.
+        """
+        return self._records.stay_idle(list(slots), list(most))

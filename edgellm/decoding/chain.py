@@ -2,6 +2,10 @@
 
 A step widens the decode rows of its batch by their proposals, runs one forward, keeps what the target agrees with, and
 rolls recurrent state back to it.  Prompt chunks share that forward.  A subclass proposes, and notes hidden rows.
+
+A step of decode rows in which nothing is proposed is plain decoding: while the next one will be such a step too, it is
+enqueued before the host reads the tokens of this one (`edgellm.runtime.run_ahead`).  Whether it will be is a guess;
+a wrong one costs that step's time on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from edgellm.decoding.verify import verify_runs
 from edgellm.errors import BrokenInvariantError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
     import torch
@@ -81,11 +85,13 @@ class ChainDecoder(DecodingStrategy):
     """
 
     is_speculative = True
+    absorbs_plain_steps = False  # whether `hold_plain` and `note_plain` are there
 
     def __init__(self, num_drafts: int, lengths: DraftLengths | None = None) -> None:
         self.num_drafts = num_drafts
         self._lengths = lengths
         self._prompt_ends: dict[int, int] = {}
+        self._asked: tuple[list[int], list[int]] = ([], [])  # slots of this round, and most proposals of each
 
     def required_kv_headroom(self) -> DecodingKvHeadroom:
         contract = self.spec_reuse_contract()
@@ -111,15 +117,20 @@ class ChainDecoder(DecodingStrategy):
     ) -> StepTokens:
         verifier = cast("VerifyingExecutor", executor)
         started = perf_counter()
-        proposals = self._propose(verifier, batch)
+        decoding = self._decode_rows(batch)
+        proposals = self._propose(verifier, batch, decoding)
         proposed = perf_counter()
+        if self.absorbs_plain_steps and len(decoding) == batch.num_sequences == len(rows) and not any(proposals):
+            tokens = self._run_plain(verifier, batch, sampler, rows)
+            spent = (proposed - started, perf_counter() - proposed)
+            self._learn(batch, proposals, tokens.committed, decoding, spent)
+            return tokens
         wide = mark_trees(widen(batch, proposals), proposals)
         forward = verifier.forward_verify(wide)
         selected: list[int] = batch.logits_to_seq.tolist()
         runs = verify_runs(forward.logits, [proposals[row] for row in selected], sampler, rows)
         chosen = dict(zip(selected, runs, strict=True))
         committed = batch.query_len.tolist()
-        decoding = self._decode_rows(batch)
         for row in decoding:
             committed[row] = max(1, len(chosen[row].token_ids))
         short = [row for row in chosen if committed[row] < int(wide.query_len[row])]
@@ -137,6 +148,43 @@ class ChainDecoder(DecodingStrategy):
             proposed=[len(chain) for chain in proposals],
         )
 
+    def _run_plain(
+        self, executor: VerifyingExecutor, batch: RaggedBatch, sampler: Sampler, rows: Sequence[SamplingState]
+    ) -> StepTokens:
+        """A step in which every row decodes and nothing is proposed."""
+        forward = executor.forward_verify(batch)
+        slots = batch.state_index.tolist()
+        run_ahead = self._run_ahead(executor, rows)
+        held = False
+
+        def beside(token_ids: torch.Tensor) -> None:
+            nonlocal held
+            self.hold_plain(slots, forward.hidden)  # first: the next step's rows take the place of these
+            held = True
+            if run_ahead is not None:
+                run_ahead(batch, token_ids, hidden=forward.hidden is not None)
+
+        chosen = sampler.sample(forward.logits, rows, beside=beside)
+        if not held:
+            self.hold_plain(slots, forward.hidden)
+        elif run_ahead is not None:
+            executor.ran_ahead_with(chosen.token_ids)  # type: ignore[attr-defined]
+        self.note_plain(slots, chosen.token_ids)
+        return StepTokens(
+            token_ids=[[token_id] for token_id in chosen.token_ids],
+            committed=[1] * len(slots),
+            logprobs=[None if logprobs is None else [logprobs] for logprobs in chosen.logprobs],
+            errors=chosen.errors,
+        )
+
+    def _run_ahead(self, executor: VerifyingExecutor, rows: Sequence[SamplingState]) -> Callable[..., None] | None:
+        """How the next step is enqueued before it is asked for; None where it would hardly be."""
+        if all(state.num_output + 1 >= state.params.max_tokens for state in rows):
+            return None
+        slots, most = self._asked
+        idle = not any(most) if self._lengths is None else self._lengths.stay_idle(slots, most)
+        return getattr(executor, "run_ahead", None) if idle else None
+
     def _decode_rows(self, batch: RaggedBatch) -> list[int]:
         """Rows whose prompt is complete."""
         pasts, slots = batch.past_len.tolist(), batch.state_index.tolist()
@@ -145,17 +193,21 @@ class ChainDecoder(DecodingStrategy):
         except KeyError as error:
             raise BrokenInvariantError(f"slot {error} runs and was never seated with the decoder") from error
 
-    def _propose(self, executor: VerifyingExecutor, batch: RaggedBatch) -> list[Proposal]:
-        """Per row of the batch its proposals; none for prompt chunks."""
+    def _propose(self, executor: VerifyingExecutor, batch: RaggedBatch, rows: Sequence[int]) -> list[Proposal]:
+        """Per row of the batch its proposals; none for prompt chunks.
+
+        Args:
+            rows: those that decode.
+        """
         proposals: list[Proposal] = [[] for _ in range(batch.num_sequences)]
-        rows = self._decode_rows(batch)
         if rows:
-            limits = [self.num_drafts] * len(rows)
+            limits = most = [self.num_drafts] * len(rows)
             if batch.max_drafts is not None:
-                limits = np.minimum(batch.max_drafts[rows], self.num_drafts).tolist()
+                limits = most = np.minimum(batch.max_drafts[rows], self.num_drafts).tolist()
+            slots: list[int] = batch.state_index[rows].tolist()
             if self._lengths is not None:
-                other_rows = batch.num_tokens - len(rows)
-                limits = self._lengths.limits(batch.state_index[rows].tolist(), limits, other_rows)
+                limits = self._lengths.limits(slots, limits, batch.num_tokens - len(rows))
+            self._asked = slots, most
             for row, chain in zip(rows, self.propose(executor, batch, rows, limits), strict=True):
                 proposals[row] = chain
         return proposals
@@ -198,6 +250,18 @@ class ChainDecoder(DecodingStrategy):
         """All rows of a step ran.  For decoders that treat them together; otherwise each is absorbed."""
         for row in rows:
             self.absorb(executor, row)
+
+    def hold_plain(self, slots: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: B027 - most keep none
+        """A step of one token for each of `slots` is enqueued: keep copies of what is needed of it, in stream order.
+
+        With `note_plain` it takes the place of `absorb_step` in decoders that say so (`absorbs_plain_steps`).
+
+        Args:
+            hidden: (len(slots), hidden_width) the step's hidden rows, overwritten by the next step: read them here only.
+        """
+
+    def note_plain(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:  # noqa: B027
+        """The tokens that were chosen behind those of `hold_plain`; -1 for a sequence that ends with an error."""
 
     @abstractmethod
     def absorb(self, executor: VerifyingExecutor, row: KeptRow) -> None:

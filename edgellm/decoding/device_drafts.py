@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     Int32Array = npt.NDArray[np.int32]
 
 
-_DEFERRED = 8  # entries of a sequence that wait at most while it proposes nothing
+_DEFERRED = 16  # entries of a sequence that wait at most while it proposes nothing
+_COPIED_ONE_BY_ONE = 2  # rows: more of them pay for sending their places
 
 
 @dataclass(slots=True)
@@ -118,6 +119,28 @@ class DevicePasses:
         sources, targets = self._device.upload(np.stack((lie, go))).unbind(0)
         self._rows.waiting.flatten(0, 1).index_copy_(0, targets, _gathered(rows, sources))
         self._held.update(zip(slots, ends.tolist(), strict=True))
+
+    @torch.inference_mode()
+    def hold_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
+        places = []
+        for slot in slots:
+            held = self._held.get(slot, 0)
+            if held >= self._room:
+                raise BrokenInvariantError(f"{held + 1} hidden rows wait in a slot of {self._room}")
+            places.append(slot * self._room + held)
+            self._held[slot] = held + 1
+        waiting = self._rows.waiting.flatten(0, 1)
+        if len(places) > _COPIED_ONE_BY_ONE:
+            waiting.index_copy_(0, self._device.upload(np.array(places)), hidden)
+            return
+        for place, row in zip(places, hidden, strict=True):
+            waiting[place].copy_(row)
+
+    @torch.inference_mode()
+    def held_row(self, slot: int, number: int) -> torch.Tensor:
+        if not 0 <= number < self._held.get(slot, 0):
+            raise BrokenInvariantError(f"hidden row {number} of slot {slot} is wanted, {self._held.get(slot, 0)} wait")
+        return self._rows.waiting[slot, number].clone()
 
     @torch.inference_mode()
     def write(self, entries: DraftEntries, fresh: Sequence[KeptRow] = ()) -> None:

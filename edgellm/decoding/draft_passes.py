@@ -70,6 +70,18 @@ class DraftPasses(Protocol):
         """Keep copies of the hidden rows of rows that ran, behind those that wait already."""
         ...
 
+    def hold_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
+        """The same of a step of one token for each of `slots`.
+
+        Args:
+            hidden: (N, hidden_width), in the order of the slots.
+        """
+        ...
+
+    def held_row(self, slot: int, number: int) -> torch.Tensor:
+        """(hidden_width,) a copy of the row of a slot that waits behind `number` others."""
+        ...
+
     def write(self, entries: DraftEntries, fresh: Sequence[KeptRow] = ()) -> None:
         """Write entries, and remember the proposal that comes behind the last of each sequence.
 
@@ -129,6 +141,13 @@ class HostPasses:
         for row in rows:
             # A slice would keep the rows of the whole step alive.
             self._slots[row.slot].hidden.append(_rows_of(row).clone())
+
+    def hold_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
+        for slot, row in zip(slots, hidden.clone().split(1), strict=True):
+            self._slots[slot].hidden.append(row)
+
+    def held_row(self, slot: int, number: int) -> torch.Tensor:
+        return torch.cat(self._slots[slot].hidden)[number]
 
     def write(self, entries: DraftEntries, fresh: Sequence[KeptRow] = ()) -> None:
         for row in fresh:

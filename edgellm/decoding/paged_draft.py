@@ -51,14 +51,14 @@ class _Seat:
         drafted: leading entries that are written.
         successors: token k + 1 of each entry from `drafted` on, as far as it is known.
         last_hidden: (width,) the target's hidden row of the last prompt token that ran, where checkpoints save it.
-        last_run: what the latest step kept of the answer; its hidden rows are good until the next one.
+        decodes: a step kept something of the answer.
     """
 
     prompt: Int32Array
     drafted: int
     successors: list[int] = field(default_factory=list)
     last_hidden: torch.Tensor | None = None
-    last_run: KeptRow | None = None
+    decodes: bool = False
 
 
 class PagedDraftDecoder(ChainDecoder):
@@ -67,6 +67,8 @@ class PagedDraftDecoder(ChainDecoder):
     Args:
         num_drafts: K, most tokens proposed in a round.
     """
+
+    absorbs_plain_steps = True
 
     def __init__(self, num_drafts: int, lengths: DraftLengths | None) -> None:
         super().__init__(num_drafts, lengths)
@@ -200,6 +202,18 @@ class PagedDraftDecoder(ChainDecoder):
         if chunks:  # published when the step is
             self._catch_up([row.slot for row in chunks], chunks)
 
+    def hold_plain(self, slots: Sequence[int], hidden: torch.Tensor | None) -> None:
+        if hidden is None:
+            raise BrokenInvariantError(f"decoder {self.name!r} needs the target's hidden rows, and the step gave none")
+        self._passes.hold_each(slots, hidden)
+
+    def note_plain(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            seat = self._seats[slot]
+            seat.decodes = True
+            if token_id >= 0:
+                seat.successors.append(token_id)
+
     def absorb(self, executor: VerifyingExecutor, row: KeptRow) -> None:
         self.absorb_step(executor, [row])
 
@@ -209,7 +223,7 @@ class PagedDraftDecoder(ChainDecoder):
         if row.step_hidden is None:
             raise BrokenInvariantError(f"decoder {self.name!r} needs the target's hidden rows, and the step gave none")
         if row.past >= len(seat.prompt):
-            seat.last_run = row
+            seat.decodes = True
         elif self.boundary_hidden_width():
             seat.last_hidden = row.step_hidden[row.rows[-1]].clone()
         seat.successors += row.inputs[1:].tolist()
@@ -226,8 +240,7 @@ class PagedDraftDecoder(ChainDecoder):
         for slot, length in zip(slots, lengths, strict=True):
             seat = self._seats[slot]
             del seat.successors[length - seat.drafted :]  # of tokens that the session did not keep
-            run = seat.last_run
-            if saves_hidden and run is not None and run.step_hidden is not None:
-                seat.last_hidden = run.step_hidden[run.rows[length - run.past - 1]]
+            if saves_hidden and seat.decodes:  # the entry of that token waits, for one that comes behind it
+                seat.last_hidden = self._passes.held_row(slot, length - 1 - seat.drafted)
         self._catch_up(slots)
         return True

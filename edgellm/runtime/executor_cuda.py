@@ -168,7 +168,7 @@ class CudaExecutor:
         self._commit = TreeCommit(kv_cache, self._inputs.table, ops.commit_rows, limits.verify_tokens)
         self._has_run = False
         self._ahead: AheadStep | None = None
-        # State that has moved on cannot be dropped, and what a verification leaves is not known before.
+        # State that has moved on cannot be dropped.
         self._runs_ahead = recurrent is None
         self._is_warm = False
 
@@ -235,24 +235,27 @@ class CudaExecutor:
         self._check(batch)
         ahead, self._ahead = self._ahead, None
         with self._on_device(), self._step_errors(batch.num_tokens):
-            logits = None if ahead is None else self._take_from(ahead, batch)
-            return self._run(batch).logits if logits is None else logits
+            taken = None if ahead is None else self._take_from(ahead, batch, hidden=False)
+            return self._run(batch).logits if taken is None else taken.logits
 
     @torch.inference_mode()
     def forward_verify(self, batch: RaggedBatch) -> VerifyForward:
         """`forward`, with the hidden rows that were requested, and a checkpoint after each token of verified rows.
 
         Verified are the rows of which more than one logits row is selected.  Hidden rows are the executor's memory as
-        the logits are.
+        the logits are: valid until its next launch, `run_ahead` included.
 
         Raises: as `forward`.
         """
         self._check(batch)
-        self._ahead, self._runs_ahead = None, False
+        ahead, self._ahead = self._ahead, None
         selected = np.bincount(batch.logits_to_seq, minlength=batch.num_sequences)
         verified: list[int] = np.flatnonzero(selected > 1).tolist()
+        hidden, taken = self._steps.gives_hidden, None
         with self._on_device(), self._step_errors(batch.num_tokens):
-            return self._run(batch, verified, hidden=self._steps.gives_hidden)
+            if ahead is not None and not verified and batch.tree_mask is None:
+                taken = self._take_from(ahead, batch, hidden=hidden)
+            return self._run(batch, verified, hidden=hidden) if taken is None else taken
 
     @torch.inference_mode()
     def rewind(self, state_index: Sequence[int], kept: Sequence[int]) -> None:
@@ -289,15 +292,17 @@ class CudaExecutor:
             self._runner.run("commit", self._commit.launch)
 
     @torch.inference_mode()
-    def run_ahead(self, batch: RaggedBatch, token_ids: torch.Tensor) -> None:
-        """Enqueue what follows the latest `forward` if every sequence goes on; see `edgellm.runtime.run_ahead`.
+    def run_ahead(self, batch: RaggedBatch, token_ids: torch.Tensor, *, hidden: bool = False) -> None:
+        """Enqueue what follows the latest forward if every sequence goes on; see `edgellm.runtime.run_ahead`.
 
-        Nothing happens where not every row got a token, a sequence has no page for it yet, the batch has no graph,
-        the model keeps recurrent state, or a decoder verifies proposals.
+        Nothing happens where not every row got a token, a sequence has no page for it yet, the batch has no graph, or
+        the model keeps recurrent state.
 
         Args:
-            batch: of the latest `forward`.
+            batch: of the latest `forward` or `forward_verify`, and not widened by proposals.
             token_ids: (L,) int32 on the device, what was chosen from its logits.
+            hidden: `forward_verify` will ask for it, with the hidden rows that were requested.  Those of the latest
+                step are overwritten.
         Raises:
             StepDeviceError: as `forward`.
         """
@@ -309,14 +314,15 @@ class CudaExecutor:
         if shape is None:
             return
         prefixes = self._find_prefixes(following, exact)
-        kind = StepKind(shape, shares_prefixes=prefixes is not None)
+        kind = StepKind(shape, hidden=hidden and self._steps.gives_hidden, shares_prefixes=prefixes is not None)
         with self._on_device(), self._step_errors(following.num_tokens):
             self._steps.reserve(shape)
             self._inputs.stage(following, shape, prefixes=prefixes)
             bound = self._steps.bind(kind, keep=True)
             bound.token_ids[: len(token_ids)].copy_(token_ids)
             self._runner.run(kind, bound.launch)
-        self._ahead = AheadStep(following.state_index, following.past_len, bound.buffers.logits[: exact.logits])
+        rows = None if bound.hidden is None else _without_padding(bound.hidden, exact, shape)
+        self._ahead = AheadStep(following.state_index, following.past_len, bound.buffers.logits[: exact.logits], rows)
 
     def ran_ahead_with(self, token_ids: Sequence[int]) -> None:
         """What the host read of the tokens that the latest `run_ahead` was given; without it nothing is used."""
@@ -415,22 +421,32 @@ class CudaExecutor:
         starts = self._recurrent.lay_out(batch, verified)
         return starts if verified else None
 
-    def _take_from(self, ahead: AheadStep, batch: RaggedBatch) -> torch.Tensor | None:
-        """Logits of a batch whose decode rows are in `ahead`; context rows run now.  None where a row is not there."""
+    def _take_from(self, ahead: AheadStep, batch: RaggedBatch, *, hidden: bool) -> VerifyForward | None:
+        """What a batch gives whose decode rows are in `ahead`; context rows run now.  None where a row is not there."""
         first = batch.num_sequences - count_single_tail(batch.query_len)
-        rows = ahead.rows_of(batch, first)
+        rows = None if hidden and ahead.hidden is None else ahead.rows_of(batch, first)
         if rows is None or not len(rows) or not self._inputs.has_rows_of(batch, first):
             return None
         behind = batch.logits_index - int(batch.query_start[first])
         if np.any(np.diff(behind) <= 0):
             return None
-        wanted = rows[behind[behind >= 0]]
-        whole = len(wanted) == len(ahead.slots) and np.array_equal(wanted, np.arange(len(wanted)))
-        if first == 0 and whole:
-            return ahead.logits
-        # A copy: the context rows are computed into the same memory.
-        kept = ahead.logits.clone() if whole else ahead.logits[self._device.upload(wanted)]
-        return kept if first == 0 else torch.cat((self._run(context_part(batch, first)).logits, kept))
+        # A copy of it beside context rows: they are computed into the same memory.
+        logits = self._rows_of(ahead.logits, rows[behind[behind >= 0]], copied=first > 0)
+        rows_hidden = None
+        if hidden and ahead.hidden is not None:
+            rows_hidden = self._rows_of(ahead.hidden, rows, copied=first > 0)
+        if first == 0:
+            return VerifyForward(logits, rows_hidden)
+        ran = self._run(context_part(batch, first), hidden=hidden)
+        both = torch.cat((ran.logits, logits))
+        if ran.hidden is None or rows_hidden is None:
+            return VerifyForward(both)
+        return VerifyForward(both, torch.cat((ran.hidden, rows_hidden)))
+
+    def _rows_of(self, found: torch.Tensor, wanted: npt.NDArray[np.int64], *, copied: bool) -> torch.Tensor:
+        if len(wanted) == len(found) and np.array_equal(wanted, np.arange(len(wanted))):
+            return found.clone() if copied else found
+        return found[self._device.upload(wanted)]
 
     def _kinds_at_start(self) -> list[StepKind]:
         if self._buckets is None:

@@ -31,12 +31,14 @@ class AheadStep:
     Attributes:
         slots, past: (N,) int32, of each row.
         logits: (N, vocab_size) float32 on the device; the executor's, until its next launch.
+        hidden: (N, hidden_width), likewise; None where they were not asked for.
         token_ids: (N,) int32, the tokens that the rows add; None until the host knows them.
     """
 
     slots: Int32Array
     past: Int32Array
     logits: torch.Tensor
+    hidden: torch.Tensor | None = None
     token_ids: Int32Array | None = None
 
     def rows_of(self, batch: RaggedBatch, first: int) -> npt.NDArray[np.int64] | None:

@@ -62,8 +62,8 @@ class Sampler:
         Args:
             logits: (L, vocab_size) float32, any device; not modified.  -inf excludes a token.
             rows: L states; the same state may not appear twice at one position.
-            beside: on a CUDA device, called with the (L,) int32 chosen ids there once they are enqueued and before the
-                host waits for them; what it enqueues runs beside the host's next work.  Not always called.
+            beside: called with the (L,) int32 chosen ids, on a CUDA device with those there, once they are enqueued and
+                before the host waits for them; what it enqueues runs beside the host's next work.  Not always called.
         Raises:
             InvalidArgumentError: shapes disagree.
             KernelError: logits are on a CUDA device and its kernels cannot be had.
@@ -88,6 +88,8 @@ class Sampler:
                 error = call_foreign(_choose_one, values, rows[row], row, result)  # a grammar is code that is not ours
                 if error is not None:
                     result.fail(row, sampling_failed(error))
+        if beside is not None and not result.errors:
+            beside(_as_tensor(result.token_ids))
         return result
 
     def _on_device(self, device: torch.device) -> DeviceSampler:
@@ -98,6 +100,12 @@ class Sampler:
             with self._lock:
                 found = self._device_samplers.setdefault(device, DeviceSampler(device, kernel_ops()))
         return found
+
+
+def _as_tensor(token_ids: list[int]) -> torch.Tensor:
+    import torch
+
+    return torch.tensor(token_ids, dtype=torch.int32)
 
 
 def _check_shapes(logits: torch.Tensor, rows: Sequence[SamplingState]) -> None:

@@ -271,9 +271,11 @@ class RankRuntimeSession(SessionCore):
         if not lowered.plan_row:
             return [RowOutcome(descriptor.query_length) for descriptor in step.descriptors]
         tokens = self._forward(step, lowered)
-        if not (self._speculates or step.descriptors.has_context):
+        if not step.descriptors.has_context:
             column = one_token_column(tokens)
             if column is not None:
+                if self._speculates:
+                    self._note_runs(step, lowered, tokens)
                 return OneTokenOutcomes(column, tokens.errors)
         outcomes = [RowOutcome(descriptor.query_length) for descriptor in step.descriptors]
         for row, index in enumerate(lowered.plan_row):
@@ -331,6 +333,8 @@ class RankRuntimeSession(SessionCore):
     def _note_runs(self, step: Step, lowered: LoweredStep, tokens: StepTokens) -> None:
         """Remember how long accepted runs are: the session may keep less of them."""
         self._accepted = {}
+        if not any(tokens.proposed) and tokens.committed.count(1) == len(tokens.committed):
+            return
         for row, index in enumerate(lowered.plan_row):
             resident = step.rows[index]
             if tokens.proposed:
@@ -340,7 +344,7 @@ class RankRuntimeSession(SessionCore):
 
     def _commit(self, step: Step) -> bool:
         """Move the cache's ledger and publish; nothing was visible before this."""
-        if step.one_token_each is not None and not self._tracks_common:
+        if step.one_token_each is not None:
             self._complete_decode(step, step.one_token_each)
             return self._published() > self._published_before
         decoded: list[Resident] = []
@@ -423,10 +427,16 @@ class RankRuntimeSession(SessionCore):
         if step.rows is not self._order:
             token_ids = spread_tokens(len(self._order), row_indices(step.rows), token_ids)
         ended = row_indices(step.rows, ended_only=True)
+        kept = self._complete_drafts([self._order[index] for index in ended]) if ended else []
+        commons = None
+        if self._tracks_common:
+            commons = common_lengths(self._order, step.rows, self._runtime.decoder)
         require_ok(
-            self._coordinator.complete_decode_step(self._request, OneTokenAdvances(token_ids), ended),
+            self._coordinator.complete_decode_step(self._request, OneTokenAdvances(token_ids), ended, commons),
             "complete_decode_step",
         )
+        if kept and self._checkpoints is not None:
+            self._checkpoints.publish_ends(kept)
 
     def _complete_step(self, decoded: Sequence[Resident], ended: Sequence[int]) -> None:
         if not self._step_prepared:

@@ -211,7 +211,7 @@ def test_112_fully_committed_contract():
     assert rig.coordinator.prepare_decode_step(request, DecodingKvHeadroom(4)) is OK
     with pytest.raises(InvalidArgumentError, match=r"9 \+ 3 accepted is 12"):
         rig.coordinator.complete_decode_step(request, [Advance([1, 2, 3], 11)])
-    with pytest.raises(InvalidArgumentError, match="OneTokenAdvances serve vanilla"):
+    with pytest.raises(InvalidArgumentError, match="OneTokenAdvances serve look-ahead"):
         rig.coordinator.complete_decode_step(request, OneTokenAdvances([1]))
     assert rig.coordinator.complete_decode_step(request, [Advance([1, 2, 3], 12)], [0]) is OK
     sequence = request.sequence(0)

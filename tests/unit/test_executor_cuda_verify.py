@@ -246,7 +246,7 @@ def test_requested_hidden_rows_void_what_was_bound_and_warm_up_again(model: Load
 
 
 def test_nothing_is_computed_ahead_where_it_could_not_be_dropped(model: LoadedModel) -> None:
-    """Recurrent state moves on for good; and behind a verification nobody knows what comes."""
+    """Recurrent state moves on for good; and behind a verification it is not known what comes."""
     device, page_rows = on_device(model), permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=5)
     batch = ragged_batch([(1, 0, [9, 8, 7])], page_rows)
     device.executor.forward(batch)
@@ -254,9 +254,41 @@ def test_nothing_is_computed_ahead_where_it_could_not_be_dropped(model: LoadedMo
     device.executor.run_ahead(batch, torch.tensor([5], dtype=torch.int32))
     assert (device.executor._ahead is None) == bool(slabs(device))
     assert all(map(torch.equal, slabs(device), before))
-    device.executor.forward_verify(verifying(ragged_batch([(1, 3, [1, 2])], page_rows), [0]))
-    device.executor.run_ahead(batch, torch.tensor([5], dtype=torch.int32))
+    wide = verifying(ragged_batch([(1, 3, [1, 2])], page_rows), [0])
+    device.executor.forward_verify(wide)
     assert device.executor._ahead is None
+    device.executor.run_ahead(wide, torch.tensor([5, 6], dtype=torch.int32))
+    assert device.executor._ahead is None
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a prompt"])
+def test_a_step_computed_ahead_has_the_hidden_rows_that_were_requested(model: LoadedModel, beside: bool) -> None:
+    device, cpu = on_device(model), on_cpu(model)
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=6)
+    prompts = ragged_batch([(1, 0, [9, 8, 7]), (0, 0, [4, 3])], page_rows)
+    for one in (device, cpu):
+        one.executor.request_hidden(HiddenRequest(normed=True))
+        one.executor.forward_verify(prompts)
+    device.executor.run_ahead(prompts, torch.tensor([5, 6], dtype=torch.int32), hidden=True)
+    ahead = device.executor._ahead
+    device.executor.ran_ahead_with([5, 6])
+    rows = [(2, 0, [1, 2, 3])] if beside else []
+    following = ragged_batch([*rows, (0, 2, [6]), (1, 3, [5])], page_rows)
+    found, wanted = device.executor.forward_verify(following), cpu.executor.forward_verify(following)
+    assert (ahead is None) == bool(slabs(device))
+    torch.testing.assert_close(found.logits, wanted.logits, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(found.hidden, wanted.hidden, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_step_computed_ahead_without_hidden_rows_is_not_taken_for_one_with_them(model: LoadedModel) -> None:
+    device, page_rows = on_device(model), permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=7)
+    device.executor.request_hidden(HiddenRequest(normed=True))
+    batch = ragged_batch([(1, 0, [9, 8, 7])], page_rows)
+    device.executor.forward_verify(batch)
+    device.executor.run_ahead(batch, torch.tensor([5], dtype=torch.int32))
+    device.executor.ran_ahead_with([5])
+    found = device.executor.forward_verify(ragged_batch([(1, 3, [5])], page_rows))
+    assert found.hidden is not None and len(found.hidden) == 1
 
 
 def test_resources_name_the_state_and_where_it_is_kept(hybrid: LoadedModel) -> None:

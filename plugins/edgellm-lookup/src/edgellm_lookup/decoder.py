@@ -36,6 +36,7 @@ class PromptLookupDecoder(ChainDecoder):
     """
 
     name = "prompt-lookup"
+    absorbs_plain_steps = True
 
     def __init__(self, num_drafts: int = NUM_DRAFTS, *, adaptive: bool = True) -> None:
         super().__init__(num_drafts, DraftLengths() if adaptive else None)
@@ -64,6 +65,11 @@ class PromptLookupDecoder(ChainDecoder):
     ) -> list[list[int]]:
         slots = batch.state_index[rows].tolist()
         return [self._texts[slot].propose(limit) if limit else [] for slot, limit in zip(slots, limits, strict=True)]
+
+    def note_plain(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            if token_id >= 0:
+                self._texts[slot].extend([token_id])
 
     def absorb(self, executor: VerifyingExecutor, row: KeptRow) -> None:
         self._texts[row.slot].extend(row.token_ids)

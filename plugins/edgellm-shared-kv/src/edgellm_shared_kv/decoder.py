@@ -19,7 +19,7 @@ from edgellm.models.step import HiddenRequest
 from edgellm.shipped import draft_folder
 from edgellm_shared_kv.assistant import SharedKvAssistant
 from edgellm_shared_kv.checkpoint import read_assistant
-from edgellm_shared_kv.rounds import HostRounds, Rounds, Seeds
+from edgellm_shared_kv.rounds import HostRounds, Rounds, Seeds, no_hidden
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,7 @@ class SharedKvMtpDecoder(ChainDecoder):
     """
 
     name = "shared-kv-mtp"
+    absorbs_plain_steps = True
 
     def __init__(self, assistant: SharedKvAssistant, num_drafts: int = NUM_DRAFTS, *, adaptive: bool = True) -> None:
         super().__init__(num_drafts, DraftLengths() if adaptive else None)
@@ -77,6 +78,11 @@ class SharedKvMtpDecoder(ChainDecoder):
 
     def absorb_step(self, executor: VerifyingExecutor, rows: Sequence[KeptRow]) -> None:
         self._rounds.keep(rows)
+
+    def hold_plain(self, slots: Sequence[int], hidden: torch.Tensor | None) -> None:
+        if hidden is None:
+            raise no_hidden(slots[0])
+        self._rounds.keep_each(slots, hidden)
 
     def absorb(self, executor: VerifyingExecutor, row: KeptRow) -> None:
         self._rounds.keep([row])

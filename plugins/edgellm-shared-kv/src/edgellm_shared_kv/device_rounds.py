@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     Int32Array = npt.NDArray[np.int32]
 
+_COPIED_ONE_BY_ONE = 2  # rows: more of them pay for sending their places
+
 
 class DeviceRounds:
     """See `Rounds`.  The host reads the chains of a round once.
@@ -70,6 +72,15 @@ class DeviceRounds:
         slots, last = self._device.upload(places).unbind(0)
         self._hidden.index_copy_(0, slots, hidden.index_select(0, last))
         self._kept.update(row.slot for row in rows)
+
+    @torch.inference_mode()
+    def keep_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
+        self._kept.update(slots)
+        if len(slots) > _COPIED_ONE_BY_ONE:
+            self._hidden.index_copy_(0, self._device.upload(np.array(slots)), hidden)
+            return
+        for slot, row in zip(slots, hidden, strict=True):
+            self._hidden[slot].copy_(row)
 
     @torch.inference_mode()
     def chains(self, kv_cache: KVCache, seeds: Seeds, limits: Sequence[int]) -> list[list[int]]:

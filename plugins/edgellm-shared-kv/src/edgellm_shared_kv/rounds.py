@@ -51,6 +51,14 @@ class Rounds(Protocol):
         """Copy the hidden row of the last token of each row that ran."""
         ...
 
+    def keep_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
+        """The same of a step of one token for each of `slots`.
+
+        Args:
+            hidden: (N, width), in the order of the slots.
+        """
+        ...
+
     def chains(self, kv_cache: KVCache, seeds: Seeds, limits: Sequence[int]) -> list[list[int]]:
         """A chain for each row, as long as its limit.
 
@@ -79,6 +87,9 @@ class HostRounds:
             if row.hidden is None:
                 raise no_hidden(row.slot)
             self._hidden[row.slot] = row.hidden[-1].clone()  # a view would keep the rows of the whole step
+
+    def keep_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
+        self._hidden.update(zip(slots, hidden.clone(), strict=True))
 
     def chains(self, kv_cache: KVCache, seeds: Seeds, limits: Sequence[int]) -> list[list[int]]:
         chains: list[list[int]] = [[] for _ in limits]
