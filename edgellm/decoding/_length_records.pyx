@@ -10,6 +10,8 @@ cdef double FIRST_ACCEPTANCE = 0.7
 cdef double CERTAINTY = 4.0  # proposals that the first guess counts for
 cdef int32_t FIRST_WAIT = 16, LONGEST_WAIT = 128  # rounds after which a sequence for which nothing pays is tried again
 
+cdef int32_t ASKED_EVERY = 4  # rounds without proposals, after which it is looked again whether any would pay
+
 
 cdef struct Record:
     # Proposals that were kept and that were tried, with weights that fade; rounds without any, and how many are due.
@@ -113,6 +115,23 @@ cdef class LengthRecords:
             if self._offers[i].place <= deepest:
                 chosen[self._offers[i].sequence] += 1
         return self._with_probes(places, allowed, chosen)
+
+    def rest(self, list slots, list most):
+        """Count a round without proposals for every slot, where none proposed before and none is to be looked at."""
+        cdef Py_ssize_t i, slot
+        cdef Record *record
+        for i in range(len(slots)):
+            slot = slots[i]
+            self._reach(slot)
+            record = &self._records[slot]
+            if <int32_t>most[i] <= 0:
+                continue
+            if record.idle == 0 or record.idle + 1 >= record.wait or (record.idle + 1) % ASKED_EVERY == 0:
+                return False
+        for i in range(len(slots)):
+            if <int32_t>most[i] > 0:
+                self._records[<Py_ssize_t>slots[i]].idle += 1
+        return True
 
     def stay_idle(self, list slots, list most):
         """Whether no slot is likely to propose in the next round: none did in this one, and no trial is due."""

@@ -134,6 +134,16 @@ class DraftLengths:
         idle = self.times.predict(len(slots) + other_rows) + self.proposing.predict(0)
         return self._records.limits(list(slots), list(most), idle, self.times.per_row, self.per_depth)
 
+    def rest(self, slots: Sequence[int], most: Sequence[int]) -> bool:
+        """Whether this round passes without proposals and without asking `limits`, which then counts as one.
+
+        So it is where none of these slots proposed in the round before: what pays changes slowly, and looking takes time.
+
+        Args:
+            most: what each is allowed.
+        """
+        return self._records.rest(list(slots), list(most))
+
     def stay_idle(self, slots: Sequence[int], most: Sequence[int]) -> bool:
         """Whether none of these slots is likely to propose in the next round: a guess, from what `limits` said last.
 

@@ -85,7 +85,7 @@ class ChainDecoder(DecodingStrategy):
     """
 
     is_speculative = True
-    absorbs_plain_steps = False  # whether `hold_plain` and `note_plain` are there
+    absorbs_plain_steps = False  # whether `pass_round`, `hold_plain` and `note_plain` are there
 
     def __init__(self, num_drafts: int, lengths: DraftLengths | None = None) -> None:
         self.num_drafts = num_drafts
@@ -116,12 +116,17 @@ class ChainDecoder(DecodingStrategy):
         self, executor: Executor, batch: RaggedBatch, sampler: Sampler, rows: Sequence[SamplingState]
     ) -> StepTokens:
         verifier = cast("VerifyingExecutor", executor)
+        slots: list[int] = batch.state_index.tolist()
+        decoding = self._decode_rows(batch, slots)
+        only_decodes = self.absorbs_plain_steps and len(decoding) == len(slots) == len(rows)
+        if only_decodes and self._rests(batch, slots):
+            self.pass_round(batch, slots)
+            return self._run_plain(verifier, batch, slots, sampler, rows)
         started = perf_counter()
-        decoding = self._decode_rows(batch)
         proposals = self._propose(verifier, batch, decoding)
         proposed = perf_counter()
-        if self.absorbs_plain_steps and len(decoding) == batch.num_sequences == len(rows) and not any(proposals):
-            tokens = self._run_plain(verifier, batch, sampler, rows)
+        if only_decodes and not any(proposals):
+            tokens = self._run_plain(verifier, batch, slots, sampler, rows)
             spent = (proposed - started, perf_counter() - proposed)
             self._learn(batch, proposals, tokens.committed, decoding, spent)
             return tokens
@@ -148,12 +153,31 @@ class ChainDecoder(DecodingStrategy):
             proposed=[len(chain) for chain in proposals],
         )
 
+    def _rests(self, batch: RaggedBatch, slots: list[int]) -> bool:
+        """Whether nothing is proposed in this round, and it is not even looked whether that would pay."""
+        if self._lengths is None:
+            return False
+        most = self._most(batch)
+        self._asked = slots, most
+        return self._lengths.rest(slots, most)
+
+    def _most(self, batch: RaggedBatch) -> list[int]:
+        """Most proposals of each row that decodes."""
+        if batch.max_drafts is None:
+            return [self.num_drafts] * batch.num_sequences
+        most: list[int] = np.minimum(batch.max_drafts, self.num_drafts).tolist()
+        return most
+
     def _run_plain(
-        self, executor: VerifyingExecutor, batch: RaggedBatch, sampler: Sampler, rows: Sequence[SamplingState]
+        self,
+        executor: VerifyingExecutor,
+        batch: RaggedBatch,
+        slots: list[int],
+        sampler: Sampler,
+        rows: Sequence[SamplingState],
     ) -> StepTokens:
         """A step in which every row decodes and nothing is proposed."""
         forward = executor.forward_verify(batch)
-        slots = batch.state_index.tolist()
         run_ahead = self._run_ahead(executor, rows)
         held = False
 
@@ -185,9 +209,9 @@ class ChainDecoder(DecodingStrategy):
         idle = not any(most) if self._lengths is None else self._lengths.stay_idle(slots, most)
         return getattr(executor, "run_ahead", None) if idle else None
 
-    def _decode_rows(self, batch: RaggedBatch) -> list[int]:
+    def _decode_rows(self, batch: RaggedBatch, slots: list[int]) -> list[int]:
         """Rows whose prompt is complete."""
-        pasts, slots = batch.past_len.tolist(), batch.state_index.tolist()
+        pasts = batch.past_len.tolist()
         try:
             return [row for row, slot in enumerate(slots) if pasts[row] >= self._prompt_ends[slot]]
         except KeyError as error:
@@ -201,9 +225,8 @@ class ChainDecoder(DecodingStrategy):
         """
         proposals: list[Proposal] = [[] for _ in range(batch.num_sequences)]
         if rows:
-            limits = most = [self.num_drafts] * len(rows)
-            if batch.max_drafts is not None:
-                limits = most = np.minimum(batch.max_drafts[rows], self.num_drafts).tolist()
+            of_all = self._most(batch)
+            limits = most = [of_all[row] for row in rows]
             slots: list[int] = batch.state_index[rows].tolist()
             if self._lengths is not None:
                 limits = self._lengths.limits(slots, limits, batch.num_tokens - len(rows))
@@ -251,10 +274,13 @@ class ChainDecoder(DecodingStrategy):
         for row in rows:
             self.absorb(executor, row)
 
+    def pass_round(self, batch: RaggedBatch, slots: Sequence[int]) -> None:  # noqa: B027
+        """`propose` is not called in this round, whose rows, of these slots, all decode: write what cannot wait."""
+
     def hold_plain(self, slots: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: B027 - most keep none
         """A step of one token for each of `slots` is enqueued: keep copies of what is needed of it, in stream order.
 
-        With `note_plain` it takes the place of `absorb_step` in decoders that say so (`absorbs_plain_steps`).
+        With `note_plain` it takes the place of `absorb_step`, in decoders that say so (`absorbs_plain_steps`).
 
         Args:
             hidden: (len(slots), hidden_width) the step's hidden rows, overwritten by the next step: read them here only.

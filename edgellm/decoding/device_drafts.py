@@ -93,6 +93,7 @@ class DevicePasses:
         self._read: set[int] = set()
         self._staging = DraftStaging(executor, head.config, kv_cache, dtype=head.dtype)
         self._rows = new_slot_rows(head, self._device.torch_device, executor.table_shape[0], num_drafts)
+        self._waiting = self._rows.waiting.flatten(0, 1)
         self._staging.warm_up(self._expected())
 
     def begin(self, slot: int, boundary: torch.Tensor | None) -> None:
@@ -117,7 +118,7 @@ class DevicePasses:
         lie = np.concatenate([row.rows for row in rows])
         go = np.repeat(np.array(slots) * self._room + held, counts) + _places_within(counts)
         sources, targets = self._device.upload(np.stack((lie, go))).unbind(0)
-        self._rows.waiting.flatten(0, 1).index_copy_(0, targets, _gathered(rows, sources))
+        self._waiting.index_copy_(0, targets, _gathered(rows, sources))
         self._held.update(zip(slots, ends.tolist(), strict=True))
 
     @torch.inference_mode()
@@ -129,12 +130,12 @@ class DevicePasses:
                 raise BrokenInvariantError(f"{held + 1} hidden rows wait in a slot of {self._room}")
             places.append(slot * self._room + held)
             self._held[slot] = held + 1
-        waiting = self._rows.waiting.flatten(0, 1)
+        waiting = self._waiting
         if len(places) > _COPIED_ONE_BY_ONE:
             waiting.index_copy_(0, self._device.upload(np.array(places)), hidden)
             return
-        for place, row in zip(places, hidden, strict=True):
-            waiting[place].copy_(row)
+        for number, place in enumerate(places):
+            waiting[place].copy_(hidden[number])
 
     @torch.inference_mode()
     def held_row(self, slot: int, number: int) -> torch.Tensor:
@@ -211,7 +212,7 @@ class DevicePasses:
         sequence = step.token_seq.clamp(min=0)
         within = step.positions - step.past_len.index_select(0, sequence)
         places = (step.slots.index_select(0, sequence) * self._room + within).clamp_(min=0)
-        return self._rows.waiting.flatten(0, 1).index_select(0, places)
+        return self._waiting.index_select(0, places)
 
     def _propose(self, depth: int, step: StepTensors, shape: StepShape) -> None:
         """A chain of `depth` tokens for each row, the first of them known already."""

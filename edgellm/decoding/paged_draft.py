@@ -153,10 +153,18 @@ class PagedDraftDecoder(ChainDecoder):
         """
         most = dict(zip(batch.state_index[rows].tolist(), limits, strict=True))
         wanted = sorted((slot for slot in most if most[slot]), key=lambda slot: -most[slot])
-        deferred = self._passes.deferred
-        late = [slot for slot in most if not most[slot] and len(self._seats[slot].successors) >= deferred]
-        self._catch_up([*wanted, *late])
+        self._catch_up([*wanted, *self._late(slot for slot in most if not most[slot])])
         return {slot: most[slot] for slot in wanted}
+
+    def _late(self, slots: Iterable[int]) -> list[int]:
+        """Slots whose entries have waited long enough."""
+        seats, deferred = self._seats, self._passes.deferred
+        return [slot for slot in slots if len(seats[slot].successors) >= deferred]
+
+    def pass_round(self, batch: RaggedBatch, slots: Sequence[int]) -> None:
+        late = self._late(slots)
+        if late:
+            self._catch_up(late)
 
     def _drafted(self, slots: Iterable[int]) -> list[int]:
         """Written entries of each slot."""

@@ -430,23 +430,30 @@ class CudaExecutor:
         behind = batch.logits_index - int(batch.query_start[first])
         if np.any(np.diff(behind) <= 0):
             return None
-        # A copy of it beside context rows: they are computed into the same memory.
-        logits = self._rows_of(ahead.logits, rows[behind[behind >= 0]], copied=first > 0)
-        rows_hidden = None
-        if hidden and ahead.hidden is not None:
-            rows_hidden = self._rows_of(ahead.hidden, rows, copied=first > 0)
-        if first == 0:
-            return VerifyForward(logits, rows_hidden)
-        ran = self._run(context_part(batch, first), hidden=hidden)
-        both = torch.cat((ran.logits, logits))
-        if ran.hidden is None or rows_hidden is None:
-            return VerifyForward(both)
-        return VerifyForward(both, torch.cat((ran.hidden, rows_hidden)))
+        wanted = behind[behind >= 0]
+        whole = len(rows) == len(wanted) == len(ahead.slots) and _in_order(rows) and _in_order(wanted)
+        if first == 0 and whole:
+            return VerifyForward(ahead.logits, ahead.hidden if hidden else None)
+        return self._beside_context(batch, first, self._chosen_of(ahead, rows, rows[wanted], hidden=hidden))
 
-    def _rows_of(self, found: torch.Tensor, wanted: npt.NDArray[np.int64], *, copied: bool) -> torch.Tensor:
-        if len(wanted) == len(found) and np.array_equal(wanted, np.arange(len(wanted))):
-            return found.clone() if copied else found
-        return found[self._device.upload(wanted)]
+    def _chosen_of(
+        self, ahead: AheadStep, rows: npt.NDArray[np.int64], selected: npt.NDArray[np.int64], *, hidden: bool
+    ) -> VerifyForward:
+        """A copy of some rows of `ahead`: what is computed next takes the same memory."""
+        logits = ahead.logits[self._device.upload(selected)]
+        if not hidden or ahead.hidden is None:
+            return VerifyForward(logits)
+        return VerifyForward(logits, ahead.hidden[self._device.upload(rows)])
+
+    def _beside_context(self, batch: RaggedBatch, first: int, kept: VerifyForward) -> VerifyForward:
+        """`kept` behind what the first `first` sequences of the batch give, which run now."""
+        if first == 0:
+            return kept
+        ran = self._run(context_part(batch, first), hidden=kept.hidden is not None)
+        logits = torch.cat((ran.logits, kept.logits))
+        if ran.hidden is None or kept.hidden is None:
+            return VerifyForward(logits)
+        return VerifyForward(logits, torch.cat((ran.hidden, kept.hidden)))
 
     def _kinds_at_start(self) -> list[StepKind]:
         if self._buckets is None:
@@ -511,6 +518,11 @@ def _without_padding(rows: torch.Tensor, exact: StepShape, shape: StepShape) -> 
     if not exact.decode_rows:
         return context
     return decode if not exact.context_tokens else torch.cat((context, decode))
+
+
+def _in_order(rows: npt.NDArray[np.int64]) -> bool:
+    """Whether these are 0, 1, 2 and so on."""
+    return rows.tolist() == list(range(len(rows)))
 
 
 def _launch(kind: object, launch: Callable[[], None]) -> None:

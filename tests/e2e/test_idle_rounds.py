@@ -77,6 +77,13 @@ class Scripted(DraftLengths):
             found.append(limit if self._proposes(self._rounds[slot]) else 0)
         return found
 
+    def rest(self, slots: Sequence[int], most: Sequence[int]) -> bool:
+        """Every other round that proposes nothing anyway."""
+        rests = self._rounds[slots[0]] % 2 == 0 and not any(self._proposes(self._rounds[slot] + 1) for slot in slots)
+        for slot in slots if rests else ():
+            self._rounds[slot] += 1
+        return rests
+
     def stay_idle(self, slots: Sequence[int], most: Sequence[int]) -> bool:
         self._guesses += 1
         idle = not any(self._proposes(self._rounds[slot] + 1) for slot in slots)
