@@ -20,6 +20,7 @@ import numpy as np
 from edgellm.cache.types import DecodingKvHeadroom
 from edgellm.decoding.base import DecodingSeat, DecodingStrategy, StepTokens
 from edgellm.decoding.draft_tree import depth_of, mark_trees
+from edgellm.decoding.unread_chains import UnreadChain, late_tokens
 from edgellm.decoding.verify import verify_runs
 from edgellm.errors import BrokenInvariantError
 
@@ -131,6 +132,7 @@ class ChainDecoder(DecodingStrategy):
             self._learn(batch, proposals, tokens.committed, decoding, spent)
             return tokens
         wide = mark_trees(widen(batch, proposals), proposals)
+        wide.late_tokens = late_tokens(proposals)
         forward = verifier.forward_verify(wide)
         selected: list[int] = batch.logits_to_seq.tolist()
         runs = verify_runs(forward.logits, [proposals[row] for row in selected], sampler, rows)
@@ -295,7 +297,10 @@ class ChainDecoder(DecodingStrategy):
 
 
 def widen(batch: RaggedBatch, proposals: Sequence[Proposal]) -> RaggedBatch:
-    """The batch with proposals behind the tokens of their rows, and a logits row for each of these tokens."""
+    """The batch with proposals behind the tokens of their rows, and a logits row for each of these tokens.
+
+    Tokens that nobody has read yet are 0, see `late_tokens`.
+    """
     counts = np.fromiter((len(chain) for chain in proposals), np.int32, len(proposals))
     if not counts.any():
         return batch
@@ -308,7 +313,7 @@ def widen(batch: RaggedBatch, proposals: Sequence[Proposal]) -> RaggedBatch:
         start, end, middle = int(query_start[row]), int(query_start[row + 1]), int(query_start[row + 1]) - len(chain)
         old = int(batch.query_start[row])
         token_ids[start:middle] = batch.token_ids[old : old + middle - start]
-        token_ids[middle:end] = list(chain)
+        token_ids[middle:end] = 0 if isinstance(chain, UnreadChain) and not chain.source.is_read else list(chain)
         positions[start:end] = np.arange(end - start, dtype=np.int32) + batch.past_len[row]
     logits_to_seq = np.repeat(batch.logits_to_seq, counts[batch.logits_to_seq] + 1)
     ends = (query_start[1:] - counts)[batch.logits_to_seq]
@@ -334,6 +339,8 @@ def _kept_rows(
         token_ids = [] if run is None else run.token_ids
         branch = None if run is None else _branch(wide, start, run.nodes[:count])
         inputs = wide.token_ids[start : start + count].copy() if branch is None else wide.token_ids[start:][branch]
+        if branch is None and len(token_ids) > 1:
+            inputs[1:] = token_ids[: count - 1]  # proposals that were kept, which may have been unread when they ran
         kept.append(KeptRow(slots[row], pasts[row], inputs, token_ids, hidden, start, branch))
     return kept
 

@@ -2,7 +2,7 @@
 
 Hidden rows that wait, the proposals that chains begin with, and everything between them stay on the device.  A round is
 one pass over what waits and one chain of passes over a row a sequence, each a replayed graph where its shape has been
-seen; then the host reads the chains, once.
+seen; the host reads the chains when the target has checked them (`unread_chains`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from edgellm.decoding.draft_model import entries_batch
 from edgellm.decoding.draft_passes import nothing_read
 from edgellm.decoding.draft_staging import DraftStaging, ExpectedPass, slot_rows
+from edgellm.decoding.unread_chains import UnreadChains
 from edgellm.errors import BrokenInvariantError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from edgellm.decoding.draft_model import DraftHead, DraftStep
     from edgellm.decoding.draft_ops import DraftExecutor
     from edgellm.decoding.draft_passes import DraftEntries
+    from edgellm.decoding.unread_chains import UnreadChain
     from edgellm.runtime.batch import RaggedBatch
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.runtime.step_inputs import StepShape, StepTensors
@@ -164,13 +166,12 @@ class DevicePasses:
     @torch.inference_mode()
     def chains(
         self, slots: Sequence[int], past: Sequence[int], limits: Sequence[int], page_rows: Int32Array
-    ) -> list[list[int]]:
+    ) -> list[UnreadChain]:
         depth = limits[0]
         # A row that has its chain goes on at its last place; what it proposes there is not looked at.
         batch = self._proposal_batch(slots, past, np.maximum(np.array(limits, np.int32) - 2, 0), page_rows)
         shape = self._staging.run(("chain", depth), batch, partial(self._propose, depth))
-        found = self._device.download(self._chains_of(depth, shape.rows))
-        return [chain[:limit] for chain, limit in zip(found.T.tolist(), limits, strict=False)]
+        return UnreadChains(self._device, self._chains_of(depth, shape.rows), limits).chains()
 
     def _proposal_batch(
         self, slots: Sequence[int], past: Sequence[int], scratch: Int32Array, page_rows: Int32Array

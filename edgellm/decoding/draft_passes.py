@@ -92,7 +92,7 @@ class DraftPasses(Protocol):
 
     def chains(
         self, slots: Sequence[int], past: Sequence[int], limits: Sequence[int], page_rows: Int32Array
-    ) -> list[list[int]]:
+    ) -> Sequence[Sequence[int]]:
         """Chains behind the entries of each slot, as long as its limit; further entries are scratch.
 
         Args:

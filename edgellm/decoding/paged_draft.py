@@ -140,7 +140,7 @@ class PagedDraftDecoder(ChainDecoder):
         self, executor: VerifyingExecutor, batch: RaggedBatch, rows: Sequence[int], limits: Sequence[int]
     ) -> Sequence[Proposal]:
         wanted = self._ready(batch, rows, limits)
-        chains: dict[int, list[int]] = {}
+        chains: dict[int, Sequence[int]] = {}
         if wanted:
             made = self._passes.chains(list(wanted), self._drafted(wanted), list(wanted.values()), self._table())
             chains = dict(zip(wanted, made, strict=True))

@@ -1,6 +1,6 @@
 """The ragged execution batch: what one forward pass is given.
 
-Host arrays only; an executor uploads what it needs.  N sequences, T tokens, L selected logits rows.
+Host arrays only (but see `late_tokens`); an executor uploads what it needs.  N sequences, T tokens, L selected logits rows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from edgellm.models.step import HiddenRequest
     from edgellm.runtime.device import Device
     from edgellm.runtime.kv_cache import KVCache
+    from edgellm.runtime.late_tokens import LateTokens
 
     Int32Array = npt.NDArray[np.int32]
 
@@ -45,6 +46,7 @@ class RaggedBatch:
             token sees the one at place `tree_start` + j of its sequence, and no others from there on.  Its own bit is
             set, none above it is, and `positions` counts the bits: siblings have one position and places of their own.
             A row of zeros sees what stands before it, as without a mask.
+        late_tokens: tokens that only the device knows yet, of batches that `CudaExecutor.forward_verify` is given.
         tree_start: (N,) int32, first place that each sequence's bits speak of; None is `past_len`.
     """
 
@@ -61,6 +63,7 @@ class RaggedBatch:
     max_drafts: Int32Array | None = None
     tree_mask: Int32Array | None = None
     tree_start: Int32Array | None = None
+    late_tokens: LateTokens | None = None
 
     @property
     def places(self) -> Int32Array:

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -60,6 +62,15 @@ class Device(ABC):
     @abstractmethod
     def download(self, tensor: torch.Tensor) -> npt.NDArray[np.generic]:
         """Copy to the host and wait for it."""
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], npt.NDArray[np.generic]]:
+        """Begin to copy to the host, in stream order.
+
+        Returns:
+            What waits for the copy, and only for what was enqueued in front of it, and returns it.
+        """
+        copied = self.download(tensor).copy()
+        return lambda: copied
 
     @abstractmethod
     def free_memory_bytes(self) -> int:

@@ -13,7 +13,7 @@ from edgellm.memory import format_bytes
 from edgellm.runtime.device import Device, Event, Stream, available_host_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     import numpy.typing as npt
@@ -115,6 +115,23 @@ class CudaDevice(Device):
         """
         with device_errors("downloading"):
             return tensor.detach().cpu().numpy()
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], npt.NDArray[np.generic]]:
+        """See `Device.fetch`.
+
+        Raises:
+            StepDeviceError: the device reports an error, now or when the copy is waited for.
+        """
+        with device_errors("downloading"):
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor.detach(), non_blocking=True)
+        copied = self._stream.record_event()
+
+        def wait() -> npt.NDArray[np.generic]:
+            copied.synchronize()
+            return host.numpy()
+
+        return wait
 
     def free_memory_bytes(self) -> int:
         """Bytes that a new allocation could use, memory that torch holds unused included."""

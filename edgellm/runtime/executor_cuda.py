@@ -374,6 +374,8 @@ class CudaExecutor:
         self._inputs.stage(batch, kind.shape, starts, prefixes)
         self._has_run = True
         bound = self._steps.bind(kind, keep=padded is not None)
+        if batch.late_tokens is not None:
+            batch.late_tokens.place(batch, bound.token_ids, self._device)
         if padded is None:
             bound.launch()
         else:

@@ -27,6 +27,7 @@ from edgellm.runtime.device import CpuDevice
 from edgellm.runtime.executor_cpu import CpuExecutor
 from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits
 from edgellm.runtime.kv_cache import KVCache
+from edgellm.runtime.late_tokens import LateTokens
 from edgellm.runtime.recurrent_state import RecurrentState, snapshot_storage
 from edgellm.runtime.recurrent_state_device import DeviceRecurrentState
 
@@ -278,6 +279,34 @@ def test_a_step_computed_ahead_has_the_hidden_rows_that_were_requested(model: Lo
     assert (ahead is None) == bool(slabs(device))
     torch.testing.assert_close(found.logits, wanted.logits, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(found.hidden, wanted.hidden, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [1, 3], [3, 1]])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a prompt"])
+def test_tokens_that_only_the_device_knows_are_verified_as_any(
+    model: LoadedModel, counts: list[int], beside: bool
+) -> None:
+    tokens = {0: [7, 8, 9], 1: [11, 12, 13]}
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=8)
+    found = []
+    for late in (False, True):
+        executor = on_device(model).executor
+        executor.request_hidden(REQUEST)
+        executor.forward_verify(ragged_batch([(0, 0, [1, 2]), (1, 0, [3, 4, 5])], page_rows))
+        rows = [(2, 0, [9, 9, 8])] if beside else []
+        drafts = [[0] * count if late else tokens[row][:count] for row, count in enumerate(counts)]
+        first = len(rows)
+        rows += [(0, 2, [6, *drafts[0]]), (1, 3, [7, *drafts[1]])]
+        wide = verifying(ragged_batch(rows, page_rows), [first, first + 1])
+        if late:
+            # Chains lie as drafts leave them: a column each, whoever asked for the longest comes first; padding behind.
+            order = sorted((0, 1), key=lambda row: -counts[row])
+            source = torch.tensor([[tokens[row][place] for row in order] + [99, 99] for place in range(3)])
+            columns = [order.index(row) for row in (0, 1)]
+            wide.late_tokens = LateTokens(source.int(), [first, first + 1], columns, counts)
+        found.append(executor.forward_verify(wide))
+    assert torch.equal(found[0].logits, found[1].logits)
+    assert torch.equal(found[0].hidden, found[1].hidden)
 
 
 def test_a_step_computed_ahead_without_hidden_rows_is_not_taken_for_one_with_them(model: LoadedModel) -> None:

@@ -89,8 +89,8 @@ class SharedKvMtpDecoder(ChainDecoder):
 
     def propose(
         self, executor: VerifyingExecutor, batch: RaggedBatch, rows: Sequence[int], limits: Sequence[int]
-    ) -> list[list[int]]:
-        chains: list[list[int]] = [[] for _ in rows]
+    ) -> Sequence[Sequence[int]]:
+        chains: list[Sequence[int]] = [[] for _ in rows]
         # The longest first: who goes on is then always at the front.
         wanted = sorted((number for number, limit in enumerate(limits) if limit), key=lambda number: -limits[number])
         if not wanted:

@@ -15,6 +15,7 @@ import torch
 from edgellm.decoding.draft_memory import attend_to_nothing, graph_bytes, result_bytes
 from edgellm.decoding.draft_model import DraftStep, entries_batch
 from edgellm.decoding.draft_staging import DraftStaging, ExpectedPass, slot_rows
+from edgellm.decoding.unread_chains import UnreadChains
 from edgellm.models.config import KVLayer
 from edgellm_shared_kv.rounds import no_hidden, nothing_ran
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from edgellm.decoding.chain import KeptRow
     from edgellm.decoding.draft_ops import DraftExecutor
+    from edgellm.decoding.unread_chains import UnreadChain
     from edgellm.models.device_ops import DeviceOps
     from edgellm.runtime.executor_cuda import ExecutorLimits
     from edgellm.runtime.kv_cache import KVCache
@@ -39,7 +41,7 @@ _COPIED_ONE_BY_ONE = 2  # rows: more of them pay for sending their places
 
 
 class DeviceRounds:
-    """See `Rounds`.  The host reads the chains of a round once.
+    """See `Rounds`.  The host reads the chains of a round when they were checked.
 
     Args:
         head: over the executor's operators.
@@ -83,7 +85,7 @@ class DeviceRounds:
             self._hidden[slot].copy_(row)
 
     @torch.inference_mode()
-    def chains(self, kv_cache: KVCache, seeds: Seeds, limits: Sequence[int]) -> list[list[int]]:
+    def chains(self, kv_cache: KVCache, seeds: Seeds, limits: Sequence[int]) -> list[UnreadChain]:
         for slot in seeds.slots.tolist():
             if slot not in self._kept:
                 raise nothing_ran(slot)
@@ -92,8 +94,7 @@ class DeviceRounds:
         batch = entries_batch(seeds.slots, seeds.lengths - one, one, seeds.token_ids, seeds.page_rows)
         batch.positions = seeds.lengths
         shape = self._staging.run(("round", limits[0]), batch, partial(self._propose, limits[0]))
-        found = self._device.download(self._chains_of(limits[0], shape.rows))
-        return [chain[:limit] for chain, limit in zip(found.T.tolist(), limits, strict=False)]
+        return UnreadChains(self._device, self._chains_of(limits[0], shape.rows), limits).chains()
 
     def _propose(self, depth: int, step: StepTensors, shape: StepShape) -> None:
         """May be captured: reads nothing back."""

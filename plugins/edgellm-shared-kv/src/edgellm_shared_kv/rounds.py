@@ -59,7 +59,7 @@ class Rounds(Protocol):
         """
         ...
 
-    def chains(self, kv_cache: KVCache, seeds: Seeds, limits: Sequence[int]) -> list[list[int]]:
+    def chains(self, kv_cache: KVCache, seeds: Seeds, limits: Sequence[int]) -> Sequence[Sequence[int]]:
         """A chain for each row, as long as its limit.
 
         Args:
