@@ -147,6 +147,7 @@ class Timed:
         return statistics.median(self.seconds)
 
 
+@torch.inference_mode()
 def _silence(runtime: Any) -> None:
     """No launch does anything from now on."""
     runtime.executor._runner = NullRunner()
@@ -155,6 +156,11 @@ def _silence(runtime: Any) -> None:
         staging = getattr(getattr(runtime.decoder, name, None), "_staging", None)
         if staging is not None:
             staging._runner = NullRunner()
+    for memory in (getattr(getattr(runtime.decoder, "_passes", None), "_rows", None),):
+        if memory is not None:
+            memory.chains.zero_()
+    if hasattr(getattr(runtime.decoder, "_rounds", None), "_chains"):
+        runtime.decoder._rounds._chains.zero_()
 
 
 @contextmanager

@@ -307,25 +307,27 @@ def widen(batch: RaggedBatch, proposals: Sequence[Proposal]) -> RaggedBatch:
     query_len = batch.query_len + counts
     query_start = np.zeros(len(query_len) + 1, np.int32)
     np.cumsum(query_len, out=query_start[1:])
-    token_ids = np.empty(int(query_start[-1]), np.int32)
-    positions = np.empty_like(token_ids)
-    for row, chain in enumerate(proposals):
-        start, end, middle = int(query_start[row]), int(query_start[row + 1]), int(query_start[row + 1]) - len(chain)
-        old = int(batch.query_start[row])
-        token_ids[start:middle] = batch.token_ids[old : old + middle - start]
-        token_ids[middle:end] = 0 if isinstance(chain, UnreadChain) and not chain.source.is_read else list(chain)
-        positions[start:end] = np.arange(end - start, dtype=np.int32) + batch.past_len[row]
-    logits_to_seq = np.repeat(batch.logits_to_seq, counts[batch.logits_to_seq] + 1)
-    ends = (query_start[1:] - counts)[batch.logits_to_seq]
-    logits_index = [np.arange(end - 1, end + counts[row]) for row, end in zip(batch.logits_to_seq, ends, strict=True)]
+    token_ids = np.zeros(int(query_start[-1]), np.int32)
+    # Tokens of the batch move back by the proposals in front of their row.
+    shifts = np.repeat(query_start[:-1] - batch.query_start[:-1], batch.query_len)
+    token_ids[np.arange(batch.num_tokens) + shifts] = batch.token_ids
+    for end, chain in zip(query_start[1:].tolist(), proposals, strict=True):
+        if len(chain) and not (isinstance(chain, UnreadChain) and not chain.source.is_read):
+            token_ids[end - len(chain) : end] = list(chain)
+    positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(batch.past_len - query_start[:-1], query_len)
+    each = counts[batch.logits_to_seq] + 1
+    # Of a row that proposes, the tokens from its last own one on.
+    lasts = (query_start[1:] - counts)[batch.logits_to_seq] - 1
+    starts = np.cumsum(each) - each
+    logits_index = np.arange(int(each.sum())) + np.repeat(lasts - starts, each)
     return replace(
         batch,
         token_ids=token_ids,
-        positions=positions,
+        positions=positions.astype(np.int32),
         query_start=query_start,
         query_len=query_len,
-        logits_index=np.concatenate(logits_index).astype(np.int64),
-        logits_to_seq=logits_to_seq.astype(np.int32),
+        logits_index=logits_index.astype(np.int64),
+        logits_to_seq=np.repeat(batch.logits_to_seq, each).astype(np.int32),
     )
 
 

@@ -111,17 +111,37 @@ class DevicePasses:
 
     @torch.inference_mode()
     def hold(self, rows: Sequence[KeptRow]) -> None:
-        slots, counts = [row.slot for row in rows], np.array([len(row.inputs) for row in rows])
-        held = np.array([self._held.get(slot, 0) for slot in slots])
-        ends = held + counts
-        if ends.max() > self._room:
-            raise BrokenInvariantError(f"{ends.max()} hidden rows wait in a slot of {self._room}")
-        # Where each sequence's rows lie in the step, and where they go; then all rows of each.
-        lie = np.concatenate([row.rows for row in rows])
-        go = np.repeat(np.array(slots) * self._room + held, counts) + _places_within(counts)
+        slots, lengths = [row.slot for row in rows], [len(row.inputs) for row in rows]
+        held = [self._held.get(slot, 0) for slot in slots]
+        ends = [before + count for before, count in zip(held, lengths, strict=True)]
+        if max(ends) > self._room:
+            raise BrokenInvariantError(f"{max(ends)} hidden rows wait in a slot of {self._room}")
+        places = [slot * self._room + before for slot, before in zip(slots, held, strict=True)]
+        if len(rows) <= _COPIED_ONE_BY_ONE:
+            for row, place, count in zip(rows, places, lengths, strict=True):
+                self._waiting[place : place + count].copy_(_hidden_of(row))
+        else:
+            self._hold_many(rows, np.array(places), np.array(lengths))
+        self._held.update(zip(slots, ends, strict=True))
+
+    def _hold_many(
+        self, rows: Sequence[KeptRow], places: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> None:
+        """One copy for all of them.
+
+        Args:
+            places: (N,) where each begins among the rows that wait; (N,) counts.
+        """
+        within = _places_within(counts)
+        lie = np.repeat(np.array([row.first for row in rows]), counts) + within
+        start = 0
+        for row, count in zip(rows, counts.tolist(), strict=True):
+            if row.branch is not None:
+                lie[start : start + count] = row.rows
+            start += count
+        go = np.repeat(places, counts) + within
         sources, targets = self._device.upload(np.stack((lie, go))).unbind(0)
         self._waiting.index_copy_(0, targets, _gathered(rows, sources))
-        self._held.update(zip(slots, ends.tolist(), strict=True))
 
     @torch.inference_mode()
     def hold_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
@@ -267,6 +287,12 @@ class DevicePasses:
                 raise BrokenInvariantError(
                     f"slot {slot} adds {count} draft entries, and {self._held.get(slot, 0)} hidden rows wait"
                 )
+
+
+def _hidden_of(row: KeptRow) -> torch.Tensor:
+    if row.hidden is None:
+        raise BrokenInvariantError(f"slot {row.slot} ran without the hidden rows that its draft needs")
+    return row.hidden
 
 
 def _gathered(rows: Sequence[KeptRow], sources: torch.Tensor) -> torch.Tensor:

@@ -169,12 +169,15 @@ class DraftStaging:
             if self._inputs.reserve(shape):
                 self._runner.clear()
             self._inputs.stage(batch, shape)
-            bound = partial(launch, self._inputs.views(shape), shape)
             if padded is None:
-                bound()
+                self._launch(launch, shape)
             else:
-                self._runner.run((name, shape), bound)
+                self._runner.run((name, shape), partial(self._launch, launch, shape))
         return shape
+
+    def _launch(self, launch: Launch, shape: StepShape) -> None:
+        """Not called where a captured pass is replayed."""
+        launch(self._inputs.views(shape), shape)
 
     def warm_up(self, passes: Sequence[ExpectedPass]) -> None:
         """Compile the kernels of passes and capture their graphs; what they write is that of padding.

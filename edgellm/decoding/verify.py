@@ -50,18 +50,19 @@ def verify_runs(
     Args:
         logits: (L, vocab_size) float32; for each proposal one row more than it has tokens, in order.
         states: where each proposal begins; read, never recorded into.
-    Cost: proposals that are plain greedy share one argmax; others sample position by position.
+    Cost: proposals whose choices depend on logits and position alone are sampled together, all places at once; others,
+        with penalties, a grammar or log-probabilities, position by position.
     """
     starts = [0]
     for proposal in proposals:
         starts.append(starts[-1] + len(proposal) + 1)
     runs: list[VerifiedRun | None] = [None] * len(states)
-    plain = [number for number, state in enumerate(states) if state.plain_greedy]
+    plain = [number for number, state in enumerate(states) if state.follows_position]
     if plain:
         rows = [row for number in plain for row in range(starts[number], starts[number + 1])]
         chosen = sampler.sample(
             logits if len(plain) == len(states) else logits[rows],
-            [states[number] for number in plain for _ in range(len(proposals[number]) + 1)],
+            [state for number in plain for state in _places(states[number], proposals[number])],
         )
         first = 0
         for number in plain:
@@ -75,8 +76,18 @@ def verify_runs(
     ]
 
 
+def _places(state: SamplingState, proposal: Proposal) -> list[SamplingState]:
+    """What the sampler is given for the places of a proposal; a node of a tree is as far on as it is deep."""
+    if not isinstance(proposal, DraftTree):
+        return state.ahead(len(proposal))
+    by_depth = state.ahead(proposal.depth)
+    return [by_depth[depth] for depth in proposal.depths()]
+
+
 def _agreed(chosen: SampleResult, first: int, proposal: Proposal) -> VerifiedRun:
     """The run of a proposal whose choices are known at every node."""
+    if not (isinstance(proposal, DraftTree) or chosen.errors):
+        return _agreed_chain(chosen.token_ids[first : first + len(proposal) + 1], list(proposal))
     run = VerifiedRun([])
     node: int | None = 0
     while node is not None:
@@ -87,6 +98,14 @@ def _agreed(chosen: SampleResult, first: int, proposal: Proposal) -> VerifiedRun
         run.nodes.append(node)
         node = _next(proposal, node, run.token_ids[-1])
     return run
+
+
+def _agreed_chain(token_ids: list[int], chain: list[int]) -> VerifiedRun:
+    """`_agreed` for a chain, every place of which has a choice."""
+    kept = 0
+    while kept < len(chain) and token_ids[kept] == chain[kept]:
+        kept += 1
+    return VerifiedRun(token_ids[: kept + 1], nodes=list(range(kept + 1)))
 
 
 def _sampled(logits: torch.Tensor, proposal: Proposal, sampler: Sampler, state: SamplingState) -> VerifiedRun:

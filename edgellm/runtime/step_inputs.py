@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -145,12 +146,13 @@ def section_sizes(shape: StepShape) -> tuple[int, ...]:
     return (*of_rows, shape.tokens, shape.rows, shape.rows, shape.tokens * shape.mask_words)
 
 
-def section_starts(shape: StepShape) -> list[int]:
+@lru_cache(maxsize=1024)
+def section_starts(shape: StepShape) -> tuple[int, ...]:
     """First word of each section, and at the end the words of all of them."""
     starts = [0]
     for size in section_sizes(shape):
         starts.append(starts[-1] + _aligned(size))
-    return starts
+    return tuple(starts)
 
 
 class StepInputs:

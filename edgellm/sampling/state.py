@@ -44,6 +44,7 @@ class SamplingState:
         "_bias_values",
         "_min_tokens_ids",
         "_plain",
+        "_untouched",
         "guide",
         "num_output",
         "output",
@@ -96,12 +97,18 @@ class SamplingState:
         self._bias_values = np.array(list(params.logit_bias.values()), dtype=np.float64)
         self._min_tokens_ids = _min_tokens_ids(params, eos_token_ids, vocab_size)
         untouched = self.seen is None and self.output is None and not params.logit_bias and guide is None
-        self._plain = params.greedy and untouched and params.logprobs is None
+        self._untouched = untouched and params.logprobs is None
+        self._plain = params.greedy and self._untouched
 
     @property
     def plain_greedy(self) -> bool:
         """True when the next token is the argmax of the raw logits and nothing else was asked for."""
         return self._plain and not self.end_tokens_masked
+
+    @property
+    def follows_position(self) -> bool:
+        """True when nothing but logits and position decides the next tokens, whatever tokens come before them."""
+        return self._untouched and not self.end_tokens_masked
 
     @property
     def end_tokens_masked(self) -> bool:
@@ -138,6 +145,18 @@ class SamplingState:
     def uniform(self, purpose: DrawPurpose = DrawPurpose.TOKEN, *, offset: int = 0) -> float:
         """The random number of [0, 1) for the token at `position + offset`.  Pure: asking twice gives it twice."""
         return uniform(self.seed, self.position + offset, purpose)
+
+    def ahead(self, count: int) -> list[SamplingState]:
+        """This state and those of the `count` places behind it, where it `follows_position`; to be read only."""
+        if self._plain:  # position does not matter either
+            return [self] * (count + 1)
+        states = [self]
+        for offset in range(1, count + 1):
+            other = self.clone()
+            other.position += offset
+            other.num_output += offset
+            states.append(other)
+        return states
 
     def clone(self) -> SamplingState:
         """An independent copy with the same seed: both continue identically until they record differently."""

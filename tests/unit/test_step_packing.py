@@ -92,7 +92,7 @@ def test_a_step_of_padding_alone() -> None:
 
 def test_sections_start_at_multiples_of_sixteen_bytes() -> None:
     starts = section_starts(StepShape(5, 2, 2, 3))
-    assert starts == [0, 8, 16, 24, 28, 36, 40, 44, 48, 52, 56, 60, 96]
+    assert starts == (0, 8, 16, 24, 28, 36, 40, 44, 48, 52, 56, 60, 96)
 
 
 def test_the_devices_table_equals_the_hosts_wherever_a_step_reads() -> None:
