@@ -1,6 +1,7 @@
 """Host time of a speculative round beside that of a plain step: kernels and graphs that do nothing, on the CPU.
 
-    PYTHONPATH=.:tests:$(echo plugins/*/src | tr ' ' ':') python bench/bench_round_host.py [--batches 1 8] [--profile eagle]
+    export PYTHONPATH=.:tests:$(echo plugins/*/src | tr ' ' ':')
+    python bench/bench_round_host.py [--batches 1 8] [--drafts eagle shared_kv mtp] [--profile idle]
 
 Everything above the kernels is the real code of a GPU deployment: engine, session, pages, lowering, staging, the device
 passes of the draft, the device sampler.  A launch, a copy to the device and a wait cost what they cost on the CPU,

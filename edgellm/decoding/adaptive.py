@@ -137,7 +137,7 @@ class DraftLengths:
     def rest(self, slots: Sequence[int], most: Sequence[int]) -> bool:
         """Whether this round passes without proposals and without asking `limits`, which then counts as one.
 
-        So it is where none of these slots proposed in the round before: what pays changes slowly, and looking takes time.
+        So it is where none of these slots proposed in the round before: what pays changes slowly, looking takes time.
 
         Args:
             most: what each is allowed.

@@ -276,19 +276,19 @@ class ChainDecoder(DecodingStrategy):
         for row in rows:
             self.absorb(executor, row)
 
-    def pass_round(self, batch: RaggedBatch, slots: Sequence[int]) -> None:  # noqa: B027
+    def pass_round(self, batch: RaggedBatch, slots: Sequence[int]) -> None:
         """`propose` is not called in this round, whose rows, of these slots, all decode: write what cannot wait."""
 
-    def hold_plain(self, slots: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: B027 - most keep none
+    def hold_plain(self, slots: Sequence[int], hidden: torch.Tensor | None) -> None:
         """A step of one token for each of `slots` is enqueued: keep copies of what is needed of it, in stream order.
 
         With `note_plain` it takes the place of `absorb_step`, in decoders that say so (`absorbs_plain_steps`).
 
         Args:
-            hidden: (len(slots), hidden_width) the step's hidden rows, overwritten by the next step: read them here only.
+            hidden: (len(slots), hidden_width) the step's hidden rows; the next step overwrites them.
         """
 
-    def note_plain(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:  # noqa: B027
+    def note_plain(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """The tokens that were chosen behind those of `hold_plain`; -1 for a sequence that ends with an error."""
 
     @abstractmethod

@@ -124,9 +124,7 @@ class DevicePasses:
             self._hold_many(rows, np.array(places), np.array(lengths))
         self._held.update(zip(slots, ends, strict=True))
 
-    def _hold_many(
-        self, rows: Sequence[KeptRow], places: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
-    ) -> None:
+    def _hold_many(self, rows: Sequence[KeptRow], places: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
         """One copy for all of them.
 
         Args:

@@ -143,7 +143,7 @@ class HostPasses:
             self._slots[row.slot].hidden.append(_rows_of(row).clone())
 
     def hold_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
-        for slot, row in zip(slots, hidden.clone().split(1), strict=True):
+        for slot, row in zip(slots, hidden.clone()[:, None], strict=True):
             self._slots[slot].hidden.append(row)
 
     def held_row(self, slot: int, number: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Chains that a device has proposed and the host has not read: sequences of tokens that are read when they are looked at.
+"""Chains that a device has proposed and the host has not read: sequences that are read when they are looked at.
 
 What verifies them needs their lengths at first, and the device has the tokens; so the host reads them together with
 what the target chose, and waits once a round.
@@ -6,7 +6,7 @@ what the target chose, and waits once a round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
 from edgellm.runtime.late_tokens import LateTokens
@@ -22,8 +22,8 @@ class UnreadChains:
     """Chains of one round.
 
     Args:
-        tokens: (depth, columns) int32 on the device; a chain in each of the first `len(limits)` columns.  Copied in stream
-            order; for `late_tokens` it stays as it is until the step that verifies is enqueued.
+        tokens: (depth, columns) int32 on the device; a chain in each of the first `len(limits)` columns.  They stay
+            until the step that verifies is enqueued.
         limits: tokens of each chain, at most `depth`.
     """
 
@@ -75,6 +75,9 @@ class UnreadChain(Sequence[int]):
         if isinstance(index, int) and 0 <= index < self._length:
             return found[index]
         return found[: self._length][index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.source.read()[self.column][: self._length])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, list | UnreadChain) and list(self) == list(other)

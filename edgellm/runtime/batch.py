@@ -1,6 +1,6 @@
 """The ragged execution batch: what one forward pass is given.
 
-Host arrays only (but see `late_tokens`); an executor uploads what it needs.  N sequences, T tokens, L selected logits rows.
+Host arrays (but see `late_tokens`); an executor uploads what it needs.  N sequences, T tokens, L selected logits rows.
 """
 
 from __future__ import annotations

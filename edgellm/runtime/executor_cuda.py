@@ -524,7 +524,7 @@ def _without_padding(rows: torch.Tensor, exact: StepShape, shape: StepShape) -> 
 
 def _in_order(rows: npt.NDArray[np.int64]) -> bool:
     """Whether these are 0, 1, 2 and so on."""
-    return rows.tolist() == list(range(len(rows)))
+    return bool(rows.tolist() == list(range(len(rows))))
 
 
 def _launch(kind: object, launch: Callable[[], None]) -> None:

@@ -39,8 +39,8 @@ class LateTokens:
             token_ids: (>= T,) int32 on the device, sent from the batch's.
         """
         count, each = batch.num_sequences, self.counts[0]
-        everybody = list(range(count))
-        if self.rows == everybody == self.columns and batch.num_tokens == count * (each + 1) == sum(self.counts) + count:
+        everybody, alike = list(range(count)), count * (each + 1) == batch.num_tokens
+        if alike and self.rows == everybody == self.columns and set(self.counts) == {each}:
             token_ids[: batch.num_tokens].view(count, each + 1)[:, 1:].copy_(self.source[:each, :count].T)
             return
         ends, width = batch.query_start[1:][list(self.rows)].tolist(), self.source.shape[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helped_drafts import HelpedDraft
+from idle_rounds import AheadCounts, ScriptedLengths
 from plain_assistant import write_plain_shared_kv_pair
 from reference_placement import ReferencePlacement, make_engine
 from tiny_drafts import PAIRS, TinyPair
@@ -22,7 +23,6 @@ from edgellm import Engine, SamplingParams, SpeculativeOptions
 from edgellm.decoding.adaptive import DraftLengths
 from edgellm.models.device_attention import AttentionMode
 from edgellm.plugins import load_plugins
-from edgellm.runtime.executor_cuda import CudaExecutor
 from edgellm.runtime.placement import CpuPlacement
 from edgellm.testing.recount import recount
 
@@ -58,69 +58,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return DRAFTS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-class Scripted(DraftLengths):
-    """Every `every`-th round of a slot proposes; 0 is none.  Of `lies`, every so many guesses is the wrong one."""
-
-    def __init__(self, every: int, lies: int = 0) -> None:
-        super().__init__()
-        self._every, self._lies = every, lies
-        self._rounds: dict[int, int] = {}
-        self._guesses = 0
-
-    def seat(self, slot: int) -> None:
-        self._rounds[slot] = 0
-
-    def limits(self, slots: Sequence[int], most: Sequence[int], other_rows: int = 0) -> list[int]:
-        found = []
-        for slot, limit in zip(slots, most, strict=True):
-            self._rounds[slot] += 1
-            found.append(limit if self._proposes(self._rounds[slot]) else 0)
-        return found
-
-    def rest(self, slots: Sequence[int], most: Sequence[int]) -> bool:
-        """Every other round that proposes nothing anyway."""
-        rests = self._rounds[slots[0]] % 2 == 0 and not any(self._proposes(self._rounds[slot] + 1) for slot in slots)
-        for slot in slots if rests else ():
-            self._rounds[slot] += 1
-        return rests
-
-    def stay_idle(self, slots: Sequence[int], most: Sequence[int]) -> bool:
-        self._guesses += 1
-        idle = not any(self._proposes(self._rounds[slot] + 1) for slot in slots)
-        return idle is not (self._lies > 0 and self._guesses % self._lies == 0)
-
-    def _proposes(self, number: int) -> bool:
-        return self._every > 0 and number % self._every == 0
-
-
-class Counting:
-    """Counts the steps that executors ran ahead, and those of them that were used."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.ahead = self.taken = self.verified = 0
-        run_ahead, take, verify = CudaExecutor.run_ahead, CudaExecutor._take_from, CudaExecutor.forward_verify
-
-        def counted_run(executor: CudaExecutor, *given: Any, **named: Any) -> None:
-            run_ahead(executor, *given, **named)
-            self.ahead += executor._ahead is not None
-
-        def counted_take(executor: CudaExecutor, *given: Any, **named: Any) -> Any:
-            found = take(executor, *given, **named)
-            self.taken += found is not None
-            return found
-
-        def counted_verify(executor: CudaExecutor, batch: Any) -> Any:
-            self.verified += len(batch.logits_index) > batch.num_sequences
-            return verify(executor, batch)
-
-        patch.setattr(CudaExecutor, "run_ahead", counted_run)
-        patch.setattr(CudaExecutor, "_take_from", counted_take)
-        patch.setattr(CudaExecutor, "forward_verify", counted_verify)
-
-
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    return Counting(monkeypatch)
+def counts(monkeypatch: pytest.MonkeyPatch) -> AheadCounts:
+    return AheadCounts(monkeypatch)
 
 
 def make(pair: TinyPair, placement: type[CpuPlacement] = ReferencePlacement, **options: Any) -> Engine:
@@ -146,13 +86,13 @@ def ids(outputs: Sequence[Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_idle_rounds_run_ahead_as_plain_decoding_does(pair: TinyPair, counts: Counting, batch: int) -> None:
+def test_idle_rounds_run_ahead_as_plain_decoding_does(pair: TinyPair, counts: AheadCounts, batch: int) -> None:
     with make(pair, speculative=None, max_batch_size=batch) as engine:
         wanted = engine.generate(PROMPTS, GREEDY, use_cache=False)
     plain_counts = (counts.ahead, counts.taken)
     counts.ahead = counts.taken = 0
     with make(pair, max_batch_size=batch) as engine:
-        script(engine, Scripted(every=0))
+        script(engine, ScriptedLengths(every=0))
         assert ids(engine.generate(PROMPTS, GREEDY, use_cache=False)) == ids(wanted)
         assert engine._runtime is not None
         assert recount(engine._runtime.coordinator).leased == 0
@@ -160,7 +100,7 @@ def test_idle_rounds_run_ahead_as_plain_decoding_does(pair: TinyPair, counts: Co
     if pair.decoder == "mtp":
         assert counts.ahead == plain_counts[0] == 0
     else:
-        # Behind the last chunk of a prompt plain decoding runs ahead too; a page for the next token is there earlier here.
+        # Behind the last chunk of a prompt plain decoding runs ahead too; pages are there earlier here.
         assert plain_counts[0] - len(PROMPTS) <= counts.ahead <= sum(LENGTHS)
         assert counts.taken >= plain_counts[1] - len(PROMPTS) > 20
         assert batch > 1 or counts.taken == counts.ahead
@@ -169,13 +109,13 @@ def test_idle_rounds_run_ahead_as_plain_decoding_does(pair: TinyPair, counts: Co
 @pytest.mark.parametrize("lies", [0, 3])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings_whatever_was_guessed(
-    pair: TinyPair, counts: Counting, params: list[SamplingParams], lies: int
+    pair: TinyPair, counts: AheadCounts, params: list[SamplingParams], lies: int
 ) -> None:
     """Requests enter and leave meanwhile: two seats for five of them."""
     wanted = plain(pair, params)
     counts.ahead = counts.taken = 0
     with make(pair, max_batch_size=2) as engine:
-        script(engine, Scripted(every=5, lies=lies))
+        script(engine, ScriptedLengths(every=5, lies=lies))
         HelpedDraft(engine, [(output.prompt_token_ids, output.token_ids) for output in wanted])
         found = engine.generate(PROMPTS, params)
         assert ids(found) == ids(wanted)
@@ -214,18 +154,18 @@ def test_what_idle_rounds_leave_to_the_draft_is_what_it_has_on_the_cpu(pair: Tin
     heard = []
     for placement in (on_device, CpuPlacement):
         with make(pair, placement) as engine:
-            listening = Listening(script(engine, Scripted(every=6)))
+            listening = Listening(script(engine, ScriptedLengths(every=6)))
             engine.generate(PROMPTS, GREEDY, use_cache=False)
             heard.append(listening.chains)
     assert heard[0] == heard[1]
     assert len(heard[0]) > 8
 
 
-def test_prompt_lookup_runs_ahead_while_it_is_idle(tmp_path: Any, counts: Counting) -> None:
+def test_prompt_lookup_runs_ahead_while_it_is_idle(tmp_path: Any, counts: AheadCounts) -> None:
     pair = PAIRS["eagle"](tmp_path)
     wanted = plain(pair, GREEDY)
     counts.ahead = counts.taken = 0
     with make(pair, speculative="prompt_lookup", max_batch_size=2) as engine:
-        script(engine, Scripted(every=4))
+        script(engine, ScriptedLengths(every=4))
         assert ids(engine.generate(PROMPTS, GREEDY)) == ids(wanted)
     assert counts.taken > 10

@@ -1,4 +1,4 @@
-"""Proposals that the host reads together with what the target chose: one wait a round, and the text of plain decoding."""
+"""Proposals that the host reads together with what the target chose: one wait a round, plain decoding's text."""
 
 from __future__ import annotations
 
@@ -139,7 +139,10 @@ def test_a_chain_reads_as_a_list_does() -> None:
     assert not first.source.is_read
     assert late_tokens([[], first, second]) is not None
     assert (list(first), first[-1], first[1:], second[0]) == ([3, 4, 5], 5, [4, 5], 6)
-    assert first == [3, 4, 5] and second == [6] and first != second and second != [6, 4]
+    assert first == [3, 4, 5]
+    assert second == [6]
+    assert first != second
+    assert second != [6, 4]
     assert late_tokens([[], first, second]) is None
     with pytest.raises(IndexError):
         second[1]
@@ -148,4 +151,5 @@ def test_a_chain_reads_as_a_list_does() -> None:
 def test_chains_of_two_rounds_are_read_at_once() -> None:
     first, second = chains_of([3, 4])[0], chains_of([5])[0]
     assert late_tokens([first, second]) is None
-    assert first.source.is_read and second.source.is_read
+    assert first.source.is_read
+    assert second.source.is_read

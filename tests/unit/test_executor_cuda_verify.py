@@ -317,7 +317,8 @@ def test_a_step_computed_ahead_without_hidden_rows_is_not_taken_for_one_with_the
     device.executor.run_ahead(batch, torch.tensor([5], dtype=torch.int32))
     device.executor.ran_ahead_with([5])
     found = device.executor.forward_verify(ragged_batch([(1, 3, [5])], page_rows))
-    assert found.hidden is not None and len(found.hidden) == 1
+    assert found.hidden is not None
+    assert len(found.hidden) == 1
 
 
 def test_resources_name_the_state_and_where_it_is_kept(hybrid: LoadedModel) -> None:

@@ -155,14 +155,39 @@ def test_proposals_are_those_of_the_draft_on_the_cpu(pair: TinyPair, llm: LLM) -
     assert sum(theirs[place] == chain for place, chain in ours.items()) >= 0.97 * len(ours) > 20
 
 
-def test_a_round_reads_the_device_once(llm: LLM) -> None:
-    """Between the start of a round and its chains nothing but the download of the chains waits."""
+def refuse_waits(refused: bool) -> None:
+    with warnings.catch_warnings():  # torch calls the mode a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error" if refused else "default")
+
+
+def test_a_round_waits_for_nothing_before_it_is_verified(llm: LLM) -> None:
+    """From the start of a round until its verification is enqueued."""
     llm.generate(PROMPTS[:2], GREEDY, use_cache=False)  # everything is compiled and captured
+    late: list[bool] = []
     with decoder_of(llm) as decoder:
-        downloads = count_downloads(decoder)
-        outputs = llm.generate(PROMPTS[:2], GREEDY, use_cache=False)
-    assert len(downloads) > 10
-    assert sum(output.proposed_draft_tokens for output in outputs) >= len(downloads)
+        executor: Any = llm._frontend.open_runtime("waits").executor
+        propose, verify = decoder.propose, executor.forward_verify
+
+        def proposed(*given: Any) -> Any:
+            refuse_waits(True)
+            return propose(*given)
+
+        def verified(batch: Any) -> Any:
+            late.append(batch.late_tokens is not None)
+            try:
+                return verify(batch)
+            finally:
+                refuse_waits(False)
+
+        decoder.propose, executor.forward_verify = proposed, verified
+        try:
+            outputs = llm.generate(PROMPTS[:2], GREEDY, use_cache=False)
+        finally:
+            refuse_waits(False)
+            del executor.forward_verify
+    assert late.count(True) > 10
+    assert sum(output.proposed_draft_tokens for output in outputs) >= late.count(True)
 
 
 SIZES_16_BIT = {
