@@ -50,7 +50,8 @@ def complete_step(
     impl = request.impl
     check_decode_advances(impl, advances)
     check_completed_slots(impl, completed_slots)
-    if common_state_lengths is not None or impl.speculative_request:
+    tracked = impl.speculative_request and coordinator.tracks_common(True, required=True)
+    if common_state_lengths is not None or tracked:
         check_common(coordinator, impl, common_state_lengths, PolicyStep(impl, advances))
     for slot in completed_slots:
         impl.lengths.ended[slot] = True

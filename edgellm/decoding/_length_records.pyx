@@ -10,7 +10,7 @@ cdef double FIRST_ACCEPTANCE = 0.7
 cdef double CERTAINTY = 4.0  # proposals that the first guess counts for
 cdef int32_t FIRST_WAIT = 16, LONGEST_WAIT = 128  # rounds after which a sequence for which nothing pays is tried again
 
-cdef int32_t ASKED_EVERY = 4  # rounds without proposals, after which it is looked again whether any would pay
+cdef int32_t ASKED_EVERY = 8  # rounds without proposals, after which it is looked again whether any would pay
 
 
 cdef struct Record:

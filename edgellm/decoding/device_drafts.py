@@ -96,6 +96,7 @@ class DevicePasses:
         self._staging = DraftStaging(executor, head.config, kv_cache, dtype=head.dtype)
         self._rows = new_slot_rows(head, self._device.torch_device, executor.table_shape[0], num_drafts)
         self._waiting = self._rows.waiting.flatten(0, 1)
+        self._row_views: dict[int, torch.Tensor] = {}
         self._staging.warm_up(self._expected())
 
     def begin(self, slot: int, boundary: torch.Tensor | None) -> None:
@@ -150,12 +151,18 @@ class DevicePasses:
                 raise BrokenInvariantError(f"{held + 1} hidden rows wait in a slot of {self._room}")
             places.append(slot * self._room + held)
             self._held[slot] = held + 1
-        waiting = self._waiting
         if len(places) > _COPIED_ONE_BY_ONE:
-            waiting.index_copy_(0, self._device.upload(np.array(places)), hidden)
+            self._waiting.index_copy_(0, self._device.upload(np.array(places)), hidden)
             return
-        for number, place in enumerate(places):
-            waiting[place].copy_(hidden[number])
+        for place, row in zip(places, (hidden,) if len(places) == 1 else hidden[:, None], strict=True):
+            self._waiting_row(place).copy_(row)
+
+    def _waiting_row(self, place: int) -> torch.Tensor:
+        """(1, hidden_width): one row of those that wait."""
+        found = self._row_views.get(place)
+        if found is None:
+            found = self._row_views[place] = self._waiting[place : place + 1]
+        return found
 
     @torch.inference_mode()
     def held_row(self, slot: int, number: int) -> torch.Tensor:

@@ -110,14 +110,14 @@ def paged_draft_bytes(
         head: over operators that launch nothing.
         num_drafts: K, most tokens proposed in a round.
     """
-    from edgellm.decoding.device_drafts import new_slot_rows
+    from edgellm.decoding.device_drafts import DevicePasses, new_slot_rows
     from edgellm.decoding.draft_staging import DraftStaging
 
     slots = limits.num_slots
     kept = result_bytes(lambda: new_slot_rows(head, device, slots, num_drafts))
     staging = DraftStaging.device_bytes(head.config, ops, head.dtype, slots, limits.pages_per_slot)
-    # A round's entries run from a graph, whose memory stays; those of prompt chunks come and go.
-    round_tokens = padded_tokens(slots * (num_drafts + 1))
+    # Entries of answers run from a graph, whose memory stays; those of prompt chunks come and go.
+    round_tokens = padded_tokens(slots * max(num_drafts + 1, DevicePasses.deferred))
     captured = pass_bytes(head, device, tokens=round_tokens, rows=slots)
     chunks = pass_bytes(head, device, tokens=limits.step_tokens, rows=slots)
     # For every number of rows a chain, and entries of 1 to K + 1 accepted tokens a row.

@@ -7,6 +7,7 @@ the CPU, which is how everything above the kernels is tested.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -249,8 +250,7 @@ class CudaExecutor:
         """
         self._check(batch)
         ahead, self._ahead = self._ahead, None
-        selected = np.bincount(batch.logits_to_seq, minlength=batch.num_sequences)
-        verified: list[int] = np.flatnonzero(selected > 1).tolist()
+        verified = _selected_often(batch.logits_to_seq.tolist())
         hidden, taken = self._steps.gives_hidden, None
         with self._on_device(), self._step_errors(batch.num_tokens):
             if ahead is not None and not verified and batch.tree_mask is None:
@@ -520,6 +520,13 @@ def _without_padding(rows: torch.Tensor, exact: StepShape, shape: StepShape) -> 
     if not exact.decode_rows:
         return context
     return decode if not exact.context_tokens else torch.cat((context, decode))
+
+
+def _selected_often(sequences: list[int]) -> list[int]:
+    """Those that are named more than once."""
+    if len(set(sequences)) == len(sequences):
+        return []
+    return [sequence for sequence, count in Counter(sequences).items() if count > 1]
 
 
 def _in_order(rows: npt.NDArray[np.int64]) -> bool:

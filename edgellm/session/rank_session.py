@@ -274,7 +274,8 @@ class RankRuntimeSession(SessionCore):
         if not step.descriptors.has_context:
             column = one_token_column(tokens)
             if column is not None:
-                if self._speculates:
+                self._accepted = {}
+                if any(tokens.proposed):
                     self._note_runs(step, lowered, tokens)
                 return OneTokenOutcomes(column, tokens.errors)
         outcomes = [RowOutcome(descriptor.query_length) for descriptor in step.descriptors]
@@ -333,8 +334,6 @@ class RankRuntimeSession(SessionCore):
     def _note_runs(self, step: Step, lowered: LoweredStep, tokens: StepTokens) -> None:
         """Remember how long accepted runs are: the session may keep less of them."""
         self._accepted = {}
-        if not any(tokens.proposed) and tokens.committed.count(1) == len(tokens.committed):
-            return
         for row, index in enumerate(lowered.plan_row):
             resident = step.rows[index]
             if tokens.proposed:
