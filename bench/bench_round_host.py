@@ -6,7 +6,8 @@
 Everything above the kernels is the real code of a GPU deployment: engine, session, pages, lowering, staging, the device
 passes of the draft, the device sampler.  A launch, a copy to the device and a wait cost what they cost on the CPU,
 which is less than on a GPU.  All tokens are 0, so every proposal is kept.  Rounds are timed from one `run_step` to the
-next, in CPU time; plain and speculative engines take turns, and ratios are of the best means.  "idle" is a draft that proposes nothing.
+next, in CPU time; plain and speculative engines take turns, and ratios are of the best means.
+"idle" is a draft that proposes nothing.
 """
 
 from __future__ import annotations

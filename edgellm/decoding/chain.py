@@ -92,6 +92,8 @@ class ChainDecoder(DecodingStrategy):
         self.num_drafts = num_drafts
         self._lengths = lengths
         self._prompt_ends: dict[int, int] = {}
+        # Seconds between two rounds, and when the latest ended: a round without proposals costs them too.
+        self._between = self._ended = 0.0
         self._asked: tuple[list[int], list[int]] = ([], [])  # slots of this round, and most proposals of each
 
     def required_kv_headroom(self) -> DecodingKvHeadroom:
@@ -116,17 +118,32 @@ class ChainDecoder(DecodingStrategy):
     def run_step(
         self, executor: Executor, batch: RaggedBatch, sampler: Sampler, rows: Sequence[SamplingState]
     ) -> StepTokens:
-        verifier = cast("VerifyingExecutor", executor)
         slots: list[int] = batch.state_index.tolist()
         decoding = self._decode_rows(batch, slots)
-        only_decodes = self.absorbs_plain_steps and len(decoding) == len(slots) == len(rows)
-        if only_decodes and self._rests(batch, slots):
+        only_decodes = len(decoding) == len(slots)
+        if only_decodes and self._ended:
+            self._between = perf_counter() - self._ended
+        tokens = self._run_round(cast("VerifyingExecutor", executor), batch, slots, decoding, sampler, rows)
+        self._ended = perf_counter() if only_decodes else 0.0
+        return tokens
+
+    def _run_round(
+        self,
+        verifier: VerifyingExecutor,
+        batch: RaggedBatch,
+        slots: list[int],
+        decoding: list[int],
+        sampler: Sampler,
+        rows: Sequence[SamplingState],
+    ) -> StepTokens:
+        plain = self.absorbs_plain_steps and len(decoding) == len(slots) == len(rows)
+        if plain and self._rests(batch, slots):
             self.pass_round(batch, slots)
             return self._run_plain(verifier, batch, slots, sampler, rows)
         started = perf_counter()
         proposals = self._propose(verifier, batch, decoding)
         proposed = perf_counter()
-        if only_decodes and not any(proposals):
+        if plain and not any(proposals):
             tokens = self._run_plain(verifier, batch, slots, sampler, rows)
             spent = (proposed - started, perf_counter() - proposed)
             self._learn(batch, proposals, tokens.committed, decoding, spent)
@@ -256,7 +273,7 @@ class ChainDecoder(DecodingStrategy):
             self._lengths.observe(int(wide.state_index[row]), depth_of(proposals[row]), committed[row] - 1)
         self._lengths.observe_proposing(self.drafted_depth(proposals), seconds[0])
         if len(decoding) == wide.num_sequences:
-            self._lengths.times.observe(wide.num_tokens, seconds[1])
+            self._lengths.times.observe(wide.num_tokens, seconds[1] + self._between)
 
     def drafted_depth(self, proposals: Sequence[Proposal]) -> int:
         """Tokens that the draft was asked for one behind the other in this round: of the longest proposal, or more."""

@@ -1,4 +1,4 @@
-"""Idle rounds on a GPU: steps run ahead with their hidden rows; the text is plain decoding's, guesses right or wrong."""
+"""Idle rounds on a GPU: steps run ahead with their hidden rows; the text is plain decoding's, whatever was guessed."""
 
 from __future__ import annotations
 
