@@ -71,9 +71,7 @@ TILES_SPEC = KernelSpec(
     source="causal_conv_tiles.cu",
     params=CausalConvParams,
     params_name="CausalConvParams",
-    variants=tuple(
-        Variant((dtype, PAIRED_WIDTH), f"{type_name(dtype)}, {PAIRED_WIDTH}") for dtype in ROW_TYPES
-    ),
+    variants=tuple(Variant((dtype, PAIRED_WIDTH), f"{type_name(dtype)}, {PAIRED_WIDTH}") for dtype in ROW_TYPES),
 )
 SPECS = (SPEC, TILES_SPEC)
 

@@ -122,7 +122,8 @@ struct ConvQuad {
 };
 
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kConvThreads, sizeof(T) == 2 ? 5 : 4) causal_conv_tiles(const __grid_constant__ CausalConvParams p) {
+__global__ void __launch_bounds__(kConvThreads, sizeof(T) == 2 ? 5 : 4)
+    causal_conv_tiles(const __grid_constant__ CausalConvParams p) {
   constexpr int kPast = kWidth - 1;
   using Input = Vec<u32, static_cast<int>(sizeof(T))>;  // of the thread's channels
   __shared__ float4 stages[kConvThreads / kWarp][kWarp * kPast];
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 2 ? 5 : 4) causal_c
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int warp_channel = (blockIdx.x * (kConvThreads / kWarp) + warp) * (kWarp * kConvStep);
   const int channel = warp_channel + lane * kConvStep;
-  const int vectors = (p.channels - warp_channel) / kConvStep * kPast;  // of the warp's states; more than it has, or less
+  const int vectors = (p.channels - warp_channel) / kConvStep * kPast;  // of states: the warp's, or more
   const bool is_real = channel < p.channels;
   let_next_kernel_start();
   ConvQuad<T, kWidth> conv;

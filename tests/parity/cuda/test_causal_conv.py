@@ -13,6 +13,7 @@ from row_ops import ROW_TYPES, assert_same_bits, captured, record_launches
 from state_case import apart, poisoned_state, real_tokens, state_rows
 
 from edgellm.errors import InvalidArgumentError
+from edgellm.kernels.cu import causal_conv as module
 from edgellm.kernels.cu.causal_conv import causal_conv, launch_config, tile_config
 from edgellm.kernels.cu.state_rows import StateRows
 from edgellm.kernels.ref import causal_conv as ref
@@ -224,3 +225,34 @@ def test_a_graph_serves_other_rows() -> None:
     assert_same_bits(step["out"], eager["out"])
     assert_same_bits(step["state"], eager["state"])
     assert_same_bits(step["checkpoint"], eager["checkpoint"][:5])  # rows beyond the last are not written
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ROW_TYPES)
+@pytest.mark.parametrize("case", CASES[:2], ids=CASE_NAMES[:2])
+@pytest.mark.parametrize("tile", [16, 32, 64])
+def test_tiles_have_the_bits_of_rows_in_place(
+    monkeypatch: pytest.MonkeyPatch, case: ConvCase, dtype: torch.dtype, tile: int
+) -> None:
+    monkeypatch.setattr(module, "TILES", (tile,))
+    for verified in ((), (1, 5)):
+        arguments = make(case, dtype, verified=verified)
+        tiled, in_place = on_device(arguments), on_device(arguments)
+        in_place["out"] = in_place["x"]
+        causal_conv(**tiled)
+        causal_conv(**in_place)
+        real = real_tokens(arguments["rows"], len(arguments["x"])).to("cuda")
+        assert_same_bits(tiled["out"][real], in_place["out"][real])
+        for name in ("state", "checkpoint")[: 1 + bool(verified)]:
+            assert_same_bits(tiled[name], in_place[name])
+
+
+@pytest.mark.gpu
+def test_sanitizer_causal_conv() -> None:
+    """Small enough for compute-sanitizer: rows of several tiles, decode rows and checkpoints."""
+    arguments = make(CASES[1], torch.bfloat16, (70, 1, 5), (3, 0, 1), verified=(2,))
+    expected, actual = expected_of(arguments), on_device(arguments)
+    causal_conv(**actual)
+    near(actual["out"], expected["out"], TOLERANCE[torch.bfloat16])
+    near(actual["state"], expected["state"], 0)
+    near(actual["checkpoint"], expected["checkpoint"], 0)
