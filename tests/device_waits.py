@@ -17,10 +17,10 @@ def no_waiting() -> Iterator[None]:
     """Whatever makes the host wait for the device is an error, as far as torch knows."""
     torch.cuda.synchronize()
     try:
-        _refuse_waits(True)
+        refuse_waits(True)
         yield
     finally:
-        _refuse_waits(False)
+        refuse_waits(False)
 
 
 def count_downloads(decoder: Any) -> list[int]:
@@ -36,23 +36,24 @@ def count_downloads(decoder: Any) -> list[int]:
         download = executor.device.download
 
         def counted(tensor: torch.Tensor) -> Any:
-            _refuse_waits(False)
+            refuse_waits(False)
             downloads.append(len(tensor))
             return download(tensor)
 
         executor.device.download = counted
         try:
-            _refuse_waits(True)
+            refuse_waits(True)
             return propose(executor, batch, rows, limits)
         finally:
-            _refuse_waits(False)
+            refuse_waits(False)
             del executor.device.download
 
     decoder.propose = checked
     return downloads
 
 
-def _refuse_waits(refused: bool) -> None:
+def refuse_waits(refused: bool) -> None:
+    """Whether anything that makes the host wait for the device is an error, as far as torch knows."""
     with warnings.catch_warnings():  # torch calls the mode a prototype
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error" if refused else "default")

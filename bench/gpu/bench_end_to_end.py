@@ -224,7 +224,8 @@ def run_ours(name: str, options: argparse.Namespace, left: Callable[[], float]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=("0.6B", "8B", "tiny"), nargs="+", default=["0.6B"])
+    names = [f"{size}{kind}" for size in ("0.6B", "8B", "tiny") for kind in ("", "-int4", "-fp8")]
+    parser.add_argument("--model", choices=names, nargs="+", default=["0.6B"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--seconds", type=float, default=120.0, help="Stop starting tests after so long.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from edgellm.cache.types import BaseStateKind
 from edgellm.errors import UnsupportedModelError, WeightFileError
 from edgellm.models.fields import Fields, naming, read_json_object, show
+from edgellm.models.quantisation import read_quantisation
 from edgellm.models.registry import Architecture, architecture_of, family_of
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from typing_extensions import Self
+
+    from edgellm.models.quantisation import Quantisation
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -99,6 +102,7 @@ class ModelConfig:
         qkv_bias, o_bias, mlp_bias: which linears carry a bias.
         qk_norm: RMS norm over each head of Q and K before rope.
         weight_dtype: name of the dtype the file holds ("float32", "bfloat16", "float16"), "" if unknown.
+        quantisation: of the linear layers inside decoder layers; None where they are stored in `weight_dtype`.
     """
 
     architecture: Architecture
@@ -118,6 +122,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     weight_dtype: str = ""
+    quantisation: Quantisation | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -270,6 +275,7 @@ def dense_config(fields: Fields, architecture: Architecture) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias", default=False) and architecture is Architecture.LLAMA,
         qk_norm=architecture is Architecture.QWEN3,
         weight_dtype=dtype.removeprefix("torch."),
+        quantisation=read_quantisation(fields),
         bos_token_id=fields.optional_id("bos_token_id", vocab_size),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         pad_token_id=fields.optional_id("pad_token_id", vocab_size),
@@ -278,12 +284,6 @@ def dense_config(fields: Fields, architecture: Architecture) -> ModelConfig:
 
 def _refuse_unsupported_options(fields: Fields, architecture: Architecture) -> None:
     """Options that change the numbers and that the graph does not implement."""
-    if fields.get("quantization_config"):
-        method = fields.section("quantization_config").get("quant_method") or "unknown"
-        raise UnsupportedModelError(
-            f"quantization_config (method {show(method)}) is not supported; "
-            "use the unquantised checkpoint or a GGUF file"
-        )
     if fields.flag("use_sliding_window", default=False) and architecture is not Architecture.LLAMA:
         raise UnsupportedModelError(
             "use_sliding_window is true; sliding-window attention is not supported for "

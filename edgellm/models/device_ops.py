@@ -26,7 +26,7 @@ class Linear(Protocol):
     def __call__(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Any,
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
@@ -35,7 +35,7 @@ class Linear(Protocol):
         """
         Args:
             x: (T, K).
-            weight: (M, K), dtype of x.
+            weight: (M, K), dtype of x; packed ones expand to it.
             out: (T, M), dtype of x or float32.
             bias: (M,), dtype of x.
             residual: (T, M), dtype of out; may be `out` itself.
@@ -116,8 +116,10 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
         table_update,
     )
     from edgellm.models.device_linear import cuda_projections
+    from edgellm.models.packed_linear import cuda_packed_ops, with_packed
 
-    projections = cuda_projections(deterministic=deterministic)
+    dense, packed = cuda_projections(deterministic=deterministic), cuda_packed_ops(deterministic=deterministic)
+    projections = with_packed(dense, packed, silu_mul.silu_mul, one_kernel=not deterministic)
     return DeviceOps(
         embedding=embedding.embedding,
         rms_norm=rms_norm.rms_norm,
@@ -182,8 +184,10 @@ def reference_ops() -> DeviceOps:
         table_update,
     )
     from edgellm.models.device_linear import composed, torch_linear
+    from edgellm.models.packed_linear import reference_packed_ops, with_packed
 
-    projections = composed(torch_linear, silu_mul.silu_mul)
+    dense, packed = composed(torch_linear, silu_mul.silu_mul), reference_packed_ops()
+    projections = with_packed(dense, packed, silu_mul.silu_mul, one_kernel=True)
     return DeviceOps(
         embedding=embedding.embedding,
         rms_norm=rms_norm.rms_norm,

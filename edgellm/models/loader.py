@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from edgellm.errors import InvalidArgumentError, UnsupportedModelError, WeightFileError
+from edgellm.log import get_logger
 from edgellm.models.config import ModelConfig, config_from_hf, read_config_json
 from edgellm.models.fields import naming
 from edgellm.models.gguf_loader import GgufSource
+from edgellm.models.packed_layers import why_expanded
+from edgellm.models.quantised_source import QuantisedSource
 from edgellm.models.safetensors_source import SafetensorsSource
 from edgellm.models.weights import ModelWeights, load_weights, weight_bytes
 
 if TYPE_CHECKING:
     from edgellm.models.weights import ProgressCallback, WeightSource
+
+logger = get_logger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLE_BYTES = 4096
@@ -65,10 +70,11 @@ def load_model(
     with naming(path):
         config, source = open_checkpoint(path)
         chosen = _choose_dtype(dtype, config, target)
+        packed = target.type == "cuda" and stays_packed(config, source, chosen)
         if target.type == "cuda":
-            _check_memory(config, chosen, target)
+            _check_memory(config, chosen, target, packed=packed)
         with torch.inference_mode():
-            weights = load_weights(config, source, dtype=chosen, device=target, on_progress=on_progress)
+            weights = load_weights(config, source, dtype=chosen, device=target, on_progress=on_progress, packed=packed)
         return LoadedModel(config, weights, path, fingerprint(config, source, chosen))
 
 
@@ -80,7 +86,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
     """
     if path.is_dir():
         config = config_from_hf(read_config_json(path), source=path / "config.json")
-        tensors = SafetensorsSource(path)
+        tensors = _open_tensors(path, config)
         return config.settled(tensors.specs()), tensors
     if not path.exists():
         raise WeightFileError(f"no model at {path}; give a Hugging Face directory or a .gguf file")
@@ -88,6 +94,20 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
         raise UnsupportedModelError(f"{path} is neither a directory nor a .gguf file; those two are supported")
     source = GgufSource(path)
     return source.config, source
+
+
+def _open_tensors(path: Path, config: ModelConfig) -> WeightSource:
+    return SafetensorsSource(path) if config.quantisation is None else QuantisedSource(path, config.quantisation)
+
+
+def stays_packed(config: ModelConfig, source: WeightSource, dtype: torch.dtype) -> bool:
+    """Whether linear layers stay in the bits that they are stored in, on a device with kernels for them."""
+    if config.quantisation is None:
+        return False
+    reason = why_expanded(config, dtype, source.specs())
+    if reason:
+        logger.warning("the quantised weights are expanded to %s: %s", str(dtype).removeprefix("torch."), reason)
+    return not reason
 
 
 def fingerprint(config: ModelConfig, source: WeightSource, dtype: torch.dtype) -> str:
@@ -114,9 +134,9 @@ def _choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
     return DTYPES[dtype]
 
 
-def _check_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def _check_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, packed: bool) -> None:
     """Refuse weights that do not fit, before the device is asked for the memory."""
     from edgellm.runtime.cuda_memory import check_weights_fit
     from edgellm.runtime.device_cuda import CudaDevice
 
-    check_weights_fit(weight_bytes(config, dtype), CudaDevice(device), dtype)
+    check_weights_fit(weight_bytes(config, dtype, packed=packed), CudaDevice(device), dtype)

@@ -29,12 +29,15 @@ _MOST_DIMENSIONS = 8
 class SafetensorsSource:
     """Reads tensors by name; each file's header is checked against its length before anything is read.
 
+    Args:
+        dtypes: the types that tensors may have, by their stored name.
     Raises (at construction):
         WeightFileError: a file is missing, truncated or damaged; the message names file and tensor.
         UnsupportedModelError: a tensor of a dtype that is not supported.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> None:
+        self._dtypes = dtypes
         self._specs: dict[str, TensorSpec] = {}
         self._places: dict[str, tuple[Path, int]] = {}
         weight_map = read_index(directory)
@@ -61,7 +64,7 @@ class SafetensorsSource:
             file.seek(offset)
             if file.readinto(buffer) != spec.num_bytes:
                 raise _truncated(path, offset + spec.num_bytes, path.stat().st_size)
-        return torch.frombuffer(buffer, dtype=FLOAT_DTYPES[spec.dtype]).reshape(spec.shape)
+        return torch.frombuffer(buffer, dtype=self._dtypes[spec.dtype]).reshape(spec.shape)
 
     def read_pieces(self, name: str, buffers: Iterator[memoryview]) -> Iterator[int]:
         """Fill one buffer after another with the stored bytes of a tensor, in order; no other memory is used.
@@ -85,7 +88,7 @@ class SafetensorsSource:
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored element type."""
-        return FLOAT_DTYPES[self._specs[name].dtype]
+        return self._dtypes[self._specs[name].dtype]
 
     def sample(self, name: str, num_bytes: int) -> bytes:
         """First, middle and last `num_bytes` of the stored tensor."""
@@ -93,7 +96,7 @@ class SafetensorsSource:
         return sample_file(path, offset, self._specs[name].num_bytes, num_bytes)
 
     def _open(self, path: Path) -> None:
-        for name, (spec, offset) in read_entries(path).items():
+        for name, (spec, offset) in read_entries(path, self._dtypes).items():
             if name in self._places:
                 other = self._places[name][0]
                 raise WeightFileError(f"tensor {show(name)} is in {other} and in {path}; download both again")
@@ -144,7 +147,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def read_entries(path: Path) -> dict[str, tuple[TensorSpec, int]]:
+def read_entries(path: Path, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> dict[str, tuple[TensorSpec, int]]:
     """What a safetensors file holds: name to spec and offset in the file.  Tensors fill the data without a gap.
 
     Raises:
@@ -155,7 +158,7 @@ def read_entries(path: Path) -> dict[str, tuple[TensorSpec, int]]:
         header, data_start, size = _read_header(path)
     except OSError as error:
         raise WeightFileError(f"{path} cannot be read ({error}); check its permissions") from error
-    entries = {name: _read_entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
+    entries = {name: _read_entry(path, name, entry, dtypes) for name, entry in header.items() if name != "__metadata__"}
     expected = 0
     for name, (begin, end, _) in sorted(entries.items(), key=lambda item: item[1][:2]):
         if data_start + end > size:
@@ -189,7 +192,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + header_bytes, size
 
 
-def _read_entry(path: Path, name: str, entry: Any) -> tuple[int, int, TensorSpec]:
+def _read_entry(path: Path, name: str, entry: Any, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int, TensorSpec]:
     """Begin and end in the data, and the spec."""
     if not isinstance(entry, dict):
         raise _damaged_entry(path, name, f"its entry is {show(entry)}, an object is needed")
@@ -202,7 +205,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[int, int, TensorSpec
         raise _damaged_entry(path, name, f"dtype is {show(dtype)}, a name is needed")
     begin, end = offsets
     spec = TensorSpec(tuple(shape), dtype, end - begin)
-    _check_dtype(path, name, spec)
+    _check_dtype(path, name, spec, dtypes)
     return begin, end, spec
 
 
@@ -212,11 +215,11 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     )
 
 
-def _check_dtype(path: Path, name: str, spec: TensorSpec) -> None:
-    dtype = FLOAT_DTYPES.get(spec.dtype)
+def _check_dtype(path: Path, name: str, spec: TensorSpec, dtypes: Mapping[str, torch.dtype]) -> None:
+    dtype = dtypes.get(spec.dtype)
     if dtype is None:
         raise UnsupportedModelError(
-            f"{path}: tensor {show(name)} has dtype {show(spec.dtype)}; supported: {', '.join(FLOAT_DTYPES)}. "
+            f"{path}: tensor {show(name)} has dtype {show(spec.dtype)}; supported: {', '.join(dtypes)}. "
             "Use an unquantised checkpoint or a GGUF file, or download it again"
         )
     needed = math.prod(spec.shape) * dtype.itemsize

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from edgellm.errors import WeightFileError
+from edgellm.kernels.packed_weight import PackedWeight
+from edgellm.models.packed_layers import PackedTensors
 from edgellm.models.pinned_upload import PieceReader, PinnedUpload
 from edgellm.models.registry import family_of
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from edgellm.models.families import NewTensor
 
     ProgressCallback = Callable[[int, int, str], None]
+    Matrix = torch.Tensor | PackedWeight
+    Targets = Mapping[str, torch.Tensor | PackedWeight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,8 @@ def sample_file(path: Path, offset: int, length: int, num_bytes: int) -> bytes:
 class LayerWeights:
     """One decoder layer; D hidden, Q = heads * head_dim, K = kv heads * head_dim, F intermediate.
 
+    The matrices qkv, o, gate_up and down may be packed.
+
     Attributes:
         attn_norm, mlp_norm: (D,).
         qkv: (Q + 2K, D), rows q, k, v.  qkv_bias: (Q + 2K,) or None.
@@ -82,11 +88,11 @@ class LayerWeights:
     """
 
     attn_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Matrix
+    o: Matrix
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -97,7 +103,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class ModelWeights:
-    """All tensors of a model, one dtype.  `lm_head` is `embedding` itself where the embeddings are tied.
+    """All tensors of a model, one dtype but for packed ones.  `lm_head` is `embedding` itself where it is tied to it.
 
     Families with other layers keep dataclasses of their own in `layers`; see `tensors_of`.
     """
@@ -136,10 +142,12 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     on_progress: ProgressCallback | None = None,
+    packed: bool = False,
 ) -> ModelWeights:
     """Allocate the fused weights and fill them.
 
     Args:
+        packed: linear layers stay in the few bits that they are stored in; see `packed_layers.why_expanded`.
         on_progress: called as (bytes read so far, bytes in all, tensor name) after each tensor.
     Raises:
         WeightFileError: a tensor is missing or has another shape than the config says.
@@ -147,15 +155,16 @@ def load_weights(
     specs = source.specs()
     # A trial without memory first: a config that does not fit the files must not make anybody allocate.
     family = family_of(config.architecture)
-    _check(empty_weights(config, dtype, torch.device("meta"))[1], specs, family.IGNORED_TENSORS + config.unread_tensors)
-    weights, targets = empty_weights(config, dtype, device)
+    trial = empty_weights(config, dtype, torch.device("meta"), packed=packed)[1]
+    _check(trial, specs, family.IGNORED_TENSORS + config.unread_tensors)
+    weights, targets = empty_weights(config, dtype, device, packed=packed)
     fill(targets, source, device, on_progress)
     family.finish(config, weights)
     return weights
 
 
 def fill(
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, Matrix],
     source: WeightSource,
     device: torch.device,
     on_progress: ProgressCallback | None = None,
@@ -177,41 +186,73 @@ def fill(
             on_progress(done, total, name)
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, packed: bool = False) -> int:
     """Bytes that the weights take in memory; nothing is allocated."""
-    targets = empty_weights(config, dtype, torch.device("meta"))[1]
-    return sum(target.nbytes for target in targets.values())
+    weights, targets = empty_weights(config, dtype, torch.device("meta"), packed=packed)
+    workspace: int = weights.layers[0].qkv.workspace.nbytes if packed else 0
+    return sum(target.nbytes for target in targets.values()) + workspace
 
 
-def _filler(source: WeightSource, device: torch.device) -> Callable[[str, torch.Tensor], None]:
+@runtime_checkable
+class PackedReader(Protocol):
+    """A weight source whose linear layers can stay packed."""
+
+    def fill_packed(self, name: str, target: PackedWeight) -> None: ...
+
+
+def _filler(source: WeightSource, device: torch.device) -> Callable[[str, Matrix], None]:
     """How a stored tensor gets into its slice: in pieces through pinned memory where source and device can."""
-    if device.type == "cuda" and isinstance(source, PieceReader):
-        return PinnedUpload(source, device).fill
+    upload = PinnedUpload(source, device) if device.type == "cuda" and isinstance(source, PieceReader) else None
 
-    def fill(name: str, target: torch.Tensor) -> None:
-        target.copy_(source.read(name).reshape(target.shape))
+    def fill(name: str, target: Matrix) -> None:
+        if isinstance(target, PackedWeight):
+            assert isinstance(source, PackedReader)
+            source.fill_packed(name, target)
+        elif upload is not None:
+            upload.fill(name, target)
+        else:
+            target.copy_(source.read(name).reshape(target.shape))
 
     return fill
 
 
 def empty_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
-    """Empty fused weights, and for each stored name the slice it fills."""
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, packed: bool = False
+) -> tuple[ModelWeights, Targets]:
+    """Empty fused weights, and for each stored name the slice it fills.
+
+    Args:
+        packed: as `load_weights`; the config's quantisation says how.
+    """
 
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    return family_of(config.architecture).allocate(config, new)
+    family = family_of(config.architecture)
+    if not packed:
+        return family.allocate(config, new)
+    assert config.quantisation is not None
+    return family.allocate(config, PackedTensors(config.quantisation, dtype, device, list(linear_shapes(config))))
+
+
+def linear_shapes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of the fused linear layers of Llama, Qwen2 and Qwen3."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return (
+        (config.q_size + 2 * config.kv_size, hidden),
+        (hidden, config.q_size),
+        (2 * inner, hidden),
+        (hidden, inner),
+    )
 
 
 def keep_order(config: ModelConfig, weights: ModelWeights) -> None:
     """`Family.finish` of files whose rows stand as the graph takes them."""
 
 
-def allocate_dense(config: ModelConfig, new: NewTensor) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
-    """`Family.allocate` of Llama, Qwen2 and Qwen3."""
-    targets: dict[str, torch.Tensor] = {}
+def allocate_dense(config: ModelConfig, new: NewTensor) -> tuple[ModelWeights, Targets]:
+    """`Family.allocate` of Llama, Qwen2 and Qwen3; `PackedTensors` as `new` make packed linear layers."""
+    targets: dict[str, Matrix] = {}
     embedding = targets["model.embed_tokens.weight"] = new(config.vocab_size, config.hidden_size)
     layers = [_allocate_layer(config, new, f"model.layers.{idx}.", targets) for idx in range(config.num_layers)]
     final_norm = targets["model.norm.weight"] = new(config.hidden_size)
@@ -221,16 +262,18 @@ def allocate_dense(config: ModelConfig, new: NewTensor) -> tuple[ModelWeights, d
     return ModelWeights(embedding, layers, final_norm, lm_head), targets
 
 
-def _allocate_layer(config: ModelConfig, new: NewTensor, prefix: str, targets: dict[str, torch.Tensor]) -> LayerWeights:
+def _allocate_layer(config: ModelConfig, new: NewTensor, prefix: str, targets: dict[str, Matrix]) -> LayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv_rows = config.q_size + 2 * config.kv_size
+    linear = new.linear if isinstance(new, PackedTensors) else new
+    qkv, o, gate_up, down = (linear(*shape) for shape in linear_shapes(config))
     layer = LayerWeights(
         attn_norm=new(hidden),
-        qkv=new(qkv_rows, hidden),
-        o=new(hidden, config.q_size),
+        qkv=qkv,
+        o=o,
         mlp_norm=new(hidden),
-        gate_up=new(2 * inner, hidden),
-        down=new(hidden, inner),
+        gate_up=gate_up,
+        down=down,
         qkv_bias=new(qkv_rows) if config.qkv_bias else None,
         o_bias=new(hidden) if config.o_bias else None,
         gate_up_bias=new(2 * inner) if config.mlp_bias else None,
@@ -241,11 +284,11 @@ def _allocate_layer(config: ModelConfig, new: NewTensor, prefix: str, targets: d
     qkv_split = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
     gate_up_split = {"gate_proj": inner, "up_proj": inner}
 
-    def assign(name: str, target: torch.Tensor | None) -> None:
+    def assign(name: str, target: Matrix | None) -> None:
         if target is not None:
             targets[prefix + name] = target
 
-    def assign_split(part: str, split: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def assign_split(part: str, split: dict[str, int], weight: Matrix, bias: torch.Tensor | None) -> None:
         start = 0
         for name, rows in split.items():
             assign(f"{part}.{name}.weight", weight[start : start + rows])
@@ -263,7 +306,7 @@ def _allocate_layer(config: ModelConfig, new: NewTensor, prefix: str, targets: d
     return layer
 
 
-def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], ignored: tuple[str, ...]) -> None:
+def _check(targets: Mapping[str, Matrix], specs: Mapping[str, TensorSpec], ignored: tuple[str, ...]) -> None:
     """Every target is stored with its shape, and nothing that would change the numbers is left unread."""
     check_shapes(targets, specs)
     left = (name for name in specs if name not in targets and not name.startswith(ignored))
@@ -275,7 +318,7 @@ def _check(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec],
         )
 
 
-def check_shapes(targets: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
+def check_shapes(targets: Mapping[str, Matrix], specs: Mapping[str, TensorSpec]) -> None:
     """
     Raises:
         WeightFileError: a target is not stored, or with another shape.

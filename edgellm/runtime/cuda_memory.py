@@ -61,13 +61,18 @@ class DeviceMemory:
         """Part of `pool_bytes` that the pool takes when nobody says how much."""
         return DEFAULT_UNIFIED_POOL_FRACTION if self.is_unified else DEFAULT_POOL_FRACTION
 
-    def describe(self) -> str:
-        """One line beside the pool's own."""
+    def describe(self, weights_format: str = "") -> str:
+        """One line beside the pool's own.
+
+        Args:
+            weights_format: how packed weights are stored, see `packed_layers.describe_packed`.
+        """
+        packed = f" ({weights_format})" if weights_format else ""
         verify = f", state while verifying {format_bytes(self.verify_bytes)}" if self.verify_bytes else ""
         drafts = f", drafts beside their pages {format_bytes(self.draft_bytes)}" if self.draft_bytes else ""
         shared = ", shared with the host" if self.is_unified else ""
         return (
-            f"{self.device_name}: weights {format_bytes(self.weights_bytes)}, scratch "
+            f"{self.device_name}: weights {format_bytes(self.weights_bytes)}{packed}, scratch "
             f"{format_bytes(self.scratch_bytes)}, graphs {format_bytes(self.graph_bytes)}{verify}{drafts}, "
             f"{format_bytes(self.free_bytes)} free after the weights{shared}"
         )

@@ -12,6 +12,7 @@ from edgellm.kernels.cu.paged_attention_exact import HEAD_DIM_STEP, MAX_HEAD_DIM
 from edgellm.kernels.cu.prefill_operands import MAX_GROUP
 from edgellm.log import get_logger
 from edgellm.models.device_ops import cuda_ops
+from edgellm.models.packed_layers import describe_packed
 from edgellm.models.registry import family_of
 from edgellm.runtime.cuda_memory import measure
 from edgellm.runtime.device_cuda import CudaDevice, memory_errors
@@ -79,7 +80,7 @@ class CudaPlacement:
             budget=memory.default_fraction if options.kv_budget is None else options.kv_budget,
             free_bytes=memory.pool_bytes,
             max_model_len=max_model_len,
-            beside=memory.describe(),
+            beside=memory.describe(describe_packed(model)),
         )
 
     def build_executor(

@@ -100,7 +100,7 @@ def test_one_eos_and_none() -> None:
         ({"architectures": [], "model_type": "gpt2"}, "no architecture"),
         ({"rope_theta": None}, r'config.json has no rope.*add "rope_theta": 10000.0'),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq'.*unquantised checkpoint or a GGUF file"),
+        ({"quantization_config": {"quant_method": "eetq"}}, "method 'eetq'.*GGUF file"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
         ({"num_key_value_heads": 3}, "num_heads 8 is not a multiple of num_kv_heads 3"),
         ({"num_attention_heads": 7}, "hidden_size 64 is not a multiple of num_attention_heads 7"),

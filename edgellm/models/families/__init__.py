@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from edgellm.models.loader import LoadedModel
     from edgellm.models.registry import Architecture
     from edgellm.models.step import Graph
-    from edgellm.models.weights import ModelWeights
+    from edgellm.models.weights import ModelWeights, Targets
 
     NewTensor = Callable[..., torch.Tensor]
 
@@ -39,7 +39,7 @@ class Family(Protocol):
         """
         ...
 
-    def allocate(self, config: ModelConfig, new: NewTensor) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
+    def allocate(self, config: ModelConfig, new: NewTensor) -> tuple[ModelWeights, Targets]:
         """Empty fused weights, and for each stored name the slice it fills.
 
         Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_waits import count_downloads
+from device_waits import refuse_waits
 from helped_drafts import HelpedDraft
 from plain_assistant import write_plain_shared_kv_pair
 from tiny_drafts import PAIRS, TinyPair
@@ -153,12 +153,6 @@ def test_proposals_are_those_of_the_draft_on_the_cpu(pair: TinyPair, llm: LLM) -
         theirs = chains_of(host)
     assert ours.keys() == theirs.keys()
     assert sum(theirs[place] == chain for place, chain in ours.items()) >= 0.97 * len(ours) > 20
-
-
-def refuse_waits(refused: bool) -> None:
-    with warnings.catch_warnings():  # torch calls the mode a prototype
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error" if refused else "default")
 
 
 def test_a_round_waits_for_nothing_before_it_is_verified(llm: LLM) -> None:
