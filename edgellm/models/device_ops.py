@@ -60,6 +60,7 @@ class DeviceOps:
         delta_gates: `(a, b, rate, bias, decay, beta)`, into the last two.
         scatter_state: state put back to checkpoints after verification.
         commit_rows: K and V of accepted branches moved together.
+        advance_rows: inputs of a decode step moved on to the next one.
         gated_delta_workspace, experts_workspace: bytes that these want, by the arguments that their modules document.
     """
 
@@ -83,6 +84,7 @@ class DeviceOps:
     gate_: Op
     scatter_state: Op
     commit_rows: Op
+    advance_rows: Op
     choose_experts: Op
     experts: Op
     gated_norm: Op
@@ -104,6 +106,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
         deterministic: linear and recurrent layers whose sums depend neither on the number of rows nor on chunks.
     """
     from edgellm.kernels.cu import (
+        advance_rows,
         embedding,
         paged_attention_exact,
         paged_cascade,
@@ -141,6 +144,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
         gate_=_of_module("gates", "gate_"),
         scatter_state=_of_module("scatter_state", "scatter_state"),
         commit_rows=_of_module("commit_rows", "commit_rows"),
+        advance_rows=advance_rows.advance_rows,
         choose_experts=_of_module("choose_experts", "choose_experts"),
         experts=_of_module("experts", "experts"),
         gated_norm=_of_module("gated_norm", "gated_norm"),
@@ -159,6 +163,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
 def reference_ops() -> DeviceOps:
     """Plain torch on any device; slow."""
     from edgellm.kernels.ref import (
+        advance_rows,
         causal_conv,
         choose_experts,
         commit_rows,
@@ -209,6 +214,7 @@ def reference_ops() -> DeviceOps:
         gate_=gates.gate_,
         scatter_state=scatter_state.scatter_state,
         commit_rows=commit_rows.commit_rows,
+        advance_rows=advance_rows.advance_rows,
         choose_experts=choose_experts.choose_experts,
         experts=experts.experts,
         gated_norm=gated_norm.gated_norm,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edgellm.models.step import HiddenRequest
     from edgellm.runtime.cuda_graphs import StepRunner
     from edgellm.runtime.recurrent_state_device import DeviceRecurrentState
-    from edgellm.runtime.step_inputs import StepInputs, StepShape
+    from edgellm.runtime.step_inputs import StepInputs, StepShape, StepTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,11 @@ class BoundStep:
     """A kind of step with its memory.
 
     Attributes:
+        step: its inputs.
         hidden: (T, width) padding included; None where the kind has none.
     """
 
-    token_ids: torch.Tensor
+    step: StepTensors
     buffers: GraphBuffers
     hidden: torch.Tensor | None
     launch: Callable[[], None]
@@ -137,4 +138,4 @@ class BoundSteps:
         hidden = self._scratch.hidden_rows(shape.tokens) if kind.hidden else None
         request = self._request if kind.hidden else None
         launch = partial(self._graph.forward, step, buffers, state, hidden, request)
-        return BoundStep(step.token_ids, buffers, hidden, launch)
+        return BoundStep(step, buffers, hidden, launch)

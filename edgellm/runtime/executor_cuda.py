@@ -29,7 +29,7 @@ from edgellm.runtime.run_ahead import AheadStep, context_part, following_step
 from edgellm.runtime.shared_prefix import MIN_SHARED_ROWS
 from edgellm.runtime.sharing_counts import SharingCounts
 from edgellm.runtime.step_buckets import StepBuckets
-from edgellm.runtime.step_inputs import StepInputs, StepShape, split_rows
+from edgellm.runtime.step_inputs import StepInputs, StepShape, StepTensors, split_rows
 from edgellm.runtime.tree_commit import TreeCommit
 from edgellm.runtime.tree_rows import words_for
 
@@ -317,12 +317,28 @@ class CudaExecutor:
         kind = StepKind(shape, hidden=hidden and self._steps.gives_hidden, shares_prefixes=prefixes is not None)
         with self._on_device(), self._step_errors(following.num_tokens):
             self._steps.reserve(shape)
-            self._inputs.stage(following, shape, prefixes=prefixes)
             bound = self._steps.bind(kind, keep=True)
-            bound.token_ids[: len(token_ids)].copy_(token_ids)
+            if prefixes is None and self._inputs.advances_to(following, shape):
+                self._advance(following, shape, bound.step, token_ids)
+            else:
+                self._inputs.stage(following, shape, prefixes=prefixes)
+                bound.step.token_ids[: len(token_ids)].copy_(token_ids)
             self._runner.run(kind, bound.launch)
         rows = None if bound.hidden is None else _without_padding(bound.hidden, exact, shape)
         self._ahead = AheadStep(following.state_index, following.past_len, bound.buffers.logits[: exact.logits], rows)
+
+    def _advance(self, following: RaggedBatch, shape: StepShape, step: StepTensors, token_ids: torch.Tensor) -> None:
+        """The device moves the inputs of the latest step on by a token; nothing is sent."""
+        rows = following.num_sequences
+        self._ops.advance_rows(
+            token_ids,
+            step.slots[:rows],
+            step.token_ids[:rows],
+            step.positions[:rows],
+            step.past_len[:rows],
+            step.lengths[:rows],
+        )
+        self._inputs.advanced(following, shape)
 
     def ran_ahead_with(self, token_ids: Sequence[int]) -> None:
         """What the host read of the tokens that the latest `run_ahead` was given; without it nothing is used."""
@@ -375,7 +391,7 @@ class CudaExecutor:
         self._has_run = True
         bound = self._steps.bind(kind, keep=padded is not None)
         if batch.late_tokens is not None:
-            batch.late_tokens.place(batch, bound.token_ids, self._device)
+            batch.late_tokens.place(batch, bound.step.token_ids, self._device)
         if padded is None:
             bound.launch()
         else:

@@ -155,6 +155,19 @@ def section_starts(shape: StepShape) -> tuple[int, ...]:
     return tuple(starts)
 
 
+@dataclass(frozen=True, slots=True)
+class _SentRows:
+    """A step of decode rows as the device has it: (N,) int32 slots, and the tokens that have state behind it."""
+
+    shape: StepShape
+    slots: Int32Array
+    lengths: Int32Array
+
+    @classmethod
+    def of(cls, batch: RaggedBatch, shape: StepShape) -> _SentRows:
+        return cls(shape, batch.state_index.copy(), batch.past_len + 1)
+
+
 class StepInputs:
     """Host staging, device copy and page-table mirror of one executor.  Not thread-safe.
 
@@ -195,6 +208,7 @@ class StepInputs:
         self._staging: list[HostStaging] = []
         self._turn = 0
         self._words = torch.empty(0, dtype=torch.int32, device=device)
+        self._sent: _SentRows | None = None
 
     @staticmethod
     def device_bytes(shape: StepShape, num_slots: int, pages_per_slot: int) -> int:
@@ -215,6 +229,7 @@ class StepInputs:
         staging = [HostStaging(needed, self._device) for _ in range(2)]
         self._words = torch.empty(needed, dtype=torch.int32, device=self._device)
         self._staging, self._capacity = staging, needed  # once all is there: memory may run out
+        self._sent = None
         return True
 
     def views(self, shape: StepShape) -> StepTensors:
@@ -296,6 +311,7 @@ class StepInputs:
             checkpoint_start: (N,) int32 of the batch's sequences, in a step whose rows are all context rows.
             prefixes: of the step's decode rows.
         """
+        self._sent = None
         staging = self._next_staging()
         pack_step(
             batch.token_ids,
@@ -324,9 +340,30 @@ class StepInputs:
         sequence = self._send_rows(staging, batch, 0, updates, 0)
         while sequence < batch.num_sequences:
             sequence = self._send_rows(self._next_staging(), batch, updates, updates, sequence)
+        if prefixes is None and not shape.context_rows and not shape.mask_words:
+            self._sent = _SentRows.of(batch, shape)
+
+    def advances_to(self, batch: RaggedBatch, shape: StepShape) -> bool:
+        """Whether a checked step of decode rows is what the device has, one token on, tokens apart.
+
+        If so, and once the device moved it on, call `advanced`; otherwise `stage` it.
+        """
+        sent = self._sent
+        return (
+            sent is not None
+            and sent.shape == shape
+            and np.array_equal(sent.slots, batch.state_index)
+            and np.array_equal(sent.lengths, batch.past_len)
+            and self.has_rows_of(batch, 0)
+        )
+
+    def advanced(self, batch: RaggedBatch, shape: StepShape) -> None:
+        """The device's inputs are those of this step now."""
+        self._sent = _SentRows.of(batch, shape)
 
     def stage_padding(self, shape: StepShape) -> None:
         """Send a step in which every row is padding: it can be launched, and writes no state."""
+        self._sent = None
         staging, end = self._next_staging(), section_starts(shape)[-1]
         staging.words[:end] = 0
         sections = self._sections(staging.words, shape)
@@ -337,6 +374,7 @@ class StepInputs:
     def forget(self) -> None:
         """The device's copy of the table is in doubt (a step failed): send every row again before it is read."""
         self._shadow.fill(_NOTHING)
+        self._sent = None
 
     @staticmethod
     def _sections(words: _Words, shape: StepShape) -> dict[str, _Words]:

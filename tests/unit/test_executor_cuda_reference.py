@@ -404,6 +404,40 @@ def test_a_step_computed_ahead_is_used_where_it_is_the_one_asked_for(
         torch.testing.assert_close(device.forward(again), cpu.forward(again), atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_steps_in_a_row_move_on_without_an_upload(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until rows change, or one of them needs a page that the device does not know yet."""
+    cpu, device = CpuExecutor(llama, make_cache(llama)), make_executor(llama, AttentionMode.SPLIT)
+    page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=16)
+    later = page_rows[1, 2:].copy()
+    page_rows[1, 2:] = -1
+    staged: list[tuple[int, int]] = []
+    number = 0
+    stage = device._inputs.stage
+
+    def counted(batch: Any, *given: Any, **named: Any) -> None:
+        staged.append((number, batch.num_sequences))
+        stage(batch, *given, **named)
+
+    monkeypatch.setattr(device._inputs, "stage", counted)
+    lengths = dict.fromkeys(range(3), PAGE_SIZE)
+    batch = ragged_batch([(slot, 0, [slot + 1] * length) for slot, length in lengths.items()], page_rows)
+    for number in range(9):
+        expected, logits = cpu.forward(batch), device.forward(batch)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        chosen = expected.argmax(dim=-1).to(torch.int32)
+        device.run_ahead(batch, chosen)
+        device.ran_ahead_with(chosen.tolist())
+        tokens = dict(zip(lengths, chosen.tolist(), strict=True))
+        if number == 4:
+            page_rows[1, 2:] = later
+        if number == 7:  # one row ends
+            del tokens[0], lengths[0]
+        batch = ragged_batch([(slot, lengths[slot], [token]) for slot, token in tokens.items()], page_rows)
+        lengths = {slot: length + 1 for slot, length in lengths.items()}
+    # Prompts, and the step behind them; slot 1 lacked a page when the fifth step was to run ahead; a row has ended.
+    assert staged == [(0, 3), (0, 3), (5, 3), (8, 2)]
+
+
 def test_a_step_computed_ahead_is_dropped_when_its_pages_move(llama: LoadedModel) -> None:
     executor = make_executor(llama)
     page_rows = permuted_page_rows(NUM_SLOTS, PAGES_PER_SLOT, seed=13)
