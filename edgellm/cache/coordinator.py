@@ -463,13 +463,19 @@ class ContextCacheCoordinator:
     # --- decode ------------------------------------------------------------------------------------------
 
     def prepare_decode_step(
-        self, request: RequestHandle, headroom: DecodingKvHeadroom, slots: Sequence[int] | None = None
+        self,
+        request: RequestHandle,
+        headroom: DecodingKvHeadroom,
+        slots: Sequence[int] | None = None,
+        ahead: Sequence[int] = (),
     ) -> Status:
         """Grow and upload every row that the next step writes beyond its pages.
 
         Args:
             slots: the sequences that take part (execution order); None means all that have not ended.  An empty list
                 is right for a step of prompt chunks only: their pages are leased, and the work is marked as pending.
+            ahead: participants that get the page of one token more where there is one: the step behind the next one is
+                enqueued early.  Those that get none are not refused.
         Returns:
             OK, or REQUEST_FAILED when one sequence can get no page (or its row is full).  Then
             `request.refused_slot` names it, the request stays executing and settled, and earlier growth
@@ -481,7 +487,7 @@ class ContextCacheCoordinator:
         if impl.has_pending_device_work() and not impl.awaiting_first_spec_completion():
             raise ContractViolation("prepare_decode_step needs a settled request; complete the step before")
         self._require_no_compaction(impl, "prepare_decode_step")
-        return decode.prepare_step(self, impl, headroom, slots)
+        return decode.prepare_step(self, impl, headroom, slots, ahead)
 
     def complete_decode_step(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgellm.cache import admission as admitting
@@ -26,7 +27,11 @@ Status = ContextCacheCoordinatorStatus
 
 
 def prepare_step(
-    coordinator: ContextCacheCoordinator, impl: Impl, headroom: DecodingKvHeadroom, slots: Sequence[int] | None
+    coordinator: ContextCacheCoordinator,
+    impl: Impl,
+    headroom: DecodingKvHeadroom,
+    slots: Sequence[int] | None,
+    ahead: Sequence[int],
 ) -> Status:
     """Lease and upload what the participants write beyond their pages; see the coordinator's docstring."""
     admitting.check_headroom(headroom, paired=coordinator.runs_paired_draft(impl.speculative_request))
@@ -34,6 +39,8 @@ def prepare_step(
     if impl.refused_slot is not None:
         coordinator.counters.growth_refusals += 1
         return Status.REQUEST_FAILED
+    if ahead:
+        grow_for_step(coordinator, impl, replace(headroom, base_extra_tokens=headroom.base_extra_tokens + 1), ahead)
     impl.mark_device_work_enqueued()
     coordinator.rows.upload()
     return Status.OK

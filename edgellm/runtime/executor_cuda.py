@@ -169,8 +169,8 @@ class CudaExecutor:
         self._commit = TreeCommit(kv_cache, self._inputs.table, ops.commit_rows, limits.verify_tokens)
         self._has_run = False
         self._ahead: AheadStep | None = None
-        # State that has moved on cannot be dropped.
-        self._runs_ahead = recurrent is None
+        # State that has moved on cannot be dropped; a step that waits has nothing to gain.
+        self.runs_ahead = recurrent is None and not waits and self._buckets is not None
         self._is_warm = False
 
     @property
@@ -306,7 +306,7 @@ class CudaExecutor:
         Raises:
             StepDeviceError: as `forward`.
         """
-        following = following_step(batch) if self._runs_ahead and not self._waits else None
+        following = following_step(batch) if self.runs_ahead else None
         if following is None or not self._inputs.is_sound(following, self.vocab_size):
             return
         exact = self._exact_shape(following)

@@ -56,15 +56,37 @@ class GrowthReserve:
             return PageReserve(base)
         return PageReserve(base, self._draft_debt(request, order) + self._growth(newcomer, self._draft_extra))
 
+    def slots_ahead(self, request: RequestHandle, order: Sequence[Resident]) -> list[int]:
+        """Slots that need a page for the step behind the next one, and will come to it if they end by their length.
+
+        What they lease early is among what is reserved for them, so nobody's growth is in danger.
+        """
+        lengths = request.impl.lengths
+        size, ahead = lengths.size, self._extra + 1
+        short = (lengths.committed[:size] + ahead > lengths.coverage[:size]) & ~lengths.ended[:size]
+        if not short.any():
+            return []
+        slots: list[int] = short.nonzero()[0].tolist()
+        return [
+            slot
+            for slot in slots
+            if not order[slot].terminal
+            and int(lengths.committed[slot]) + ahead <= self._tokens_at_end(order[slot], self._extra)
+        ]
+
     def _growth(self, newcomer: Resident, extra: int) -> int:
         """Pages that the sequence may ask for beyond those that its admission leases."""
         leased = -(-(newcomer.prompt_length + extra) // self._page_size)
         return max(0, self._pages_at_end(newcomer, extra) - leased)
 
     def _pages_at_end(self, resident: Resident, extra: int) -> int:
-        """Pages the sequence holds when it generated its whole budget (its last token never gets state)."""
-        tokens = resident.prompt_length + extra + max(0, resident.rule.max_new_tokens - 2)
-        return -(-tokens // self._page_size)
+        """Pages the sequence holds when it generated its whole budget."""
+        return -(-self._tokens_at_end(resident, extra) // self._page_size)
+
+    @staticmethod
+    def _tokens_at_end(resident: Resident, extra: int) -> int:
+        """Positions that its pages cover then; its last token never gets state."""
+        return resident.prompt_length + extra + max(0, resident.rule.max_new_tokens - 2)
 
     def _debt(self, request: RequestHandle, order: Sequence[Resident]) -> int:
         leases = request.impl.leases

@@ -78,6 +78,9 @@ class RankRuntimeSession(SessionCore):
         self._drafts_trail = self._coordinator.runs_paired_draft(self._speculates)
         counts_pages = runtime.reserve_growth and self._coordinator.profile.has_attention
         self._growth = GrowthReserve(runtime.coordinator.manager, runtime.geometry) if counts_pages else None
+        # A step that runs ahead is plain decoding; a speculative round has pages for all that it might keep.
+        runs_ahead = getattr(runtime.executor, "runs_ahead", False) and not self._speculates
+        self._early_growth = self._growth if runs_ahead else None
         self._step_prepared = False
         self._published_before = 0
         self._accepted: dict[int, int] = {}  # slot to the length of its accepted run, where that is above 1
@@ -224,7 +227,9 @@ class RankRuntimeSession(SessionCore):
             ]
         while True:
             slots = None if decoding is self._order else row_indices(decoding)
-            status = self._coordinator.prepare_decode_step(self._request, self._geometry.headroom, slots)
+            early = self._early_growth if slots is None else None
+            ahead = () if early is None else early.slots_ahead(self._request, self._order)
+            status = self._coordinator.prepare_decode_step(self._request, self._geometry.headroom, slots, ahead)
             if status is _OK:
                 break
             refused = self._request.refused_slot

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from idle_rounds import AheadCounts
 from reference_placement import ReferencePlacement, make_engine
 from tiny_model import write_tiny_llama
 
 from edgellm import Engine, SamplingParams
+from edgellm.cache.coordinator import ContextCacheCoordinator
 from edgellm.errors import RequestCancelled
 from edgellm.models.device_attention import AttentionMode
 from edgellm.runtime.placement import CpuPlacement
@@ -69,6 +72,37 @@ def test_a_cancelled_stream_gives_its_pages_back(engines: tuple[Engine, Engine])
     engine.generate([PROMPTS[0]], greedy(2))  # the cancel is seen at a step boundary before this one ends
     assert engine._runtime is not None
     assert recount(engine._runtime.coordinator).leased == 0
+
+
+def test_steps_run_ahead_across_pages(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that cross pages at different times: what a step needs one token later is leased before it is due."""
+    counts = AheadCounts(monkeypatch)
+    prompts = [PROMPTS[1][:length] for length in (3, 10, 14)]
+    with make_engine(tiny_model_dir, kv_budget=KV_TOKENS, max_batch_size=3) as engine:
+        engine.generate(prompts, greedy(40), use_cache=False)
+        assert engine._runtime is not None
+        assert recount(engine._runtime.coordinator).leased == 0
+    assert counts.taken == counts.ahead >= 36  # three prompts take a few steps to be under way
+
+
+def test_pages_leased_early_are_those_that_were_reserved(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that holds exactly what all residents may come to: no page more is taken, and nobody goes without."""
+    counts = AheadCounts(monkeypatch)
+    most = []
+    complete = ContextCacheCoordinator.complete_decode_step
+
+    def watched(coordinator: ContextCacheCoordinator, *given: Any, **named: Any) -> Any:
+        most.append(recount(coordinator).leased)
+        return complete(coordinator, *given, **named)
+
+    monkeypatch.setattr(ContextCacheCoordinator, "complete_decode_step", watched)
+    # 9 + 24 - 1 tokens have state in the end: 4 pages of 8 each.
+    with make_engine(tiny_model_dir, kv_budget=8 * 8, max_batch_size=2, max_model_len=40) as engine:
+        outputs = engine.generate([PROMPTS[1][:9], PROMPTS[2][:9]], greedy(24), use_cache=False)
+        assert [len(output.token_ids) for output in outputs] == [24, 24]
+        assert [output.finish_reason for output in outputs] == ["length"] * 2
+    assert max(most) == 8
+    assert counts.taken > 18
 
 
 class SplitPlacement(ReferencePlacement):
