@@ -441,8 +441,12 @@ class CudaExecutor:
 
     def _take_from(self, ahead: AheadStep, batch: RaggedBatch, *, hidden: bool) -> VerifyForward | None:
         """What a batch gives whose decode rows are in `ahead`; context rows run now.  None where a row is not there."""
+        if hidden and ahead.hidden is None:
+            return None
+        if ahead.is_all_of(batch) and self._inputs.has_rows_of(batch, 0):
+            return VerifyForward(ahead.logits, ahead.hidden if hidden else None)
         first = batch.num_sequences - count_single_tail(batch.query_len)
-        rows = None if hidden and ahead.hidden is None else ahead.rows_of(batch, first)
+        rows = ahead.rows_of(batch, first)
         if rows is None or not len(rows) or not self._inputs.has_rows_of(batch, first):
             return None
         behind = batch.logits_index - int(batch.query_start[first])

@@ -24,6 +24,7 @@ from edgellm.runtime._step_packing import (
 )
 from edgellm.runtime.attention_cpu import kv_offsets
 from edgellm.runtime.executor_cpu import check_batch
+from edgellm.runtime.run_ahead import equal
 from edgellm.runtime.shared_prefix import MAX_GROUPS, SharedPrefixes
 from edgellm.runtime.tree_rows import check_trees, masked_rows, pack_trees
 
@@ -352,8 +353,8 @@ class StepInputs:
         return (
             sent is not None
             and sent.shape == shape
-            and np.array_equal(sent.slots, batch.state_index)
-            and np.array_equal(sent.lengths, batch.past_len)
+            and equal(sent.slots, batch.state_index)
+            and equal(sent.lengths, batch.past_len)
             and self.has_rows_of(batch, 0)
         )
 
