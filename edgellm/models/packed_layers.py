@@ -52,7 +52,8 @@ def _unfit_groups(quantisation: Quantisation) -> str:
     least, size = kind_of(quantisation).unit_columns, quantisation.group_columns
     if size != WHOLE_ROW and (size < least or size & (size - 1)):
         return f"groups have {size} columns; the kernels take whole rows, and powers of two from {least}"
-    if quantisation.block_rows > 1 and quantisation.block_rows % PANEL_ROWS:
+    in_blocks = size != WHOLE_ROW and not quantisation.stored.is_int4
+    if in_blocks and quantisation.block_rows % PANEL_ROWS:
         return f"blocks have {quantisation.block_rows} rows; the kernels take multiples of {PANEL_ROWS}"
     return ""
 

@@ -31,6 +31,8 @@ _STORED_FP8 = "F8_E4M3"
 _DTYPES = {**FLOAT_DTYPES, "I32": torch.int32, _STORED_FP8: torch.float8_e4m3fn}
 _ACTIVATION_SCALES = (".input_scale", ".activation_scale")  # activations are not quantised here
 _WORD_NUMBERS = 8
+_WORDS, _FLOATS = ("I32",), tuple(FLOAT_DTYPES)
+_INT4_PARTS = {"qweight": (_WORDS, 2), "qzeros": (_WORDS, 2), "scales": (_FLOATS, 2), "g_idx": (_WORDS, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,35 +138,61 @@ class QuantisedSource:
             if self._quantisation.stored.is_int4 and name.endswith(".qweight"):
                 prefix = name.removesuffix("qweight")
                 specs[f"{prefix}weight"] = self._int4_spec(prefix, stored)
-            elif spec.dtype == _STORED_FP8 and name.endswith(".weight"):
+            elif self._is_fp8_weight(name, spec):
                 specs[name] = self._fp8_spec(name, stored)
         hidden = {each for parts in self._parts.values() for each in parts.values()}
-        kept = (name for name in stored if name not in hidden and not name.endswith(_ACTIVATION_SCALES))
-        specs.update((name, stored[name]) for name in kept)
+        for name in stored:
+            if name not in hidden and not name.endswith(_ACTIVATION_SCALES):
+                self._check_plain(name, stored)
+                specs[name] = stored[name]
         return specs
+
+    def _is_fp8_weight(self, name: str, spec: TensorSpec) -> bool:
+        is_weight = spec.dtype == _STORED_FP8 and name.endswith(".weight")
+        return is_weight and self._quantisation.stored is StoredFormat.FP8
+
+    def _check_plain(self, name: str, stored: Mapping[str, TensorSpec]) -> None:
+        """A tensor that is no part of a quantised one."""
+        if name in self._parts:
+            raise WeightFileError(
+                f"tensor {name!r} is stored beside {self._parts[name]['qweight']!r}, which stands for the same; "
+                "download the model again"
+            )
+        if stored[name].dtype not in _FLOATS:
+            raise UnsupportedModelError(
+                f"tensor {name!r} is stored in {stored[name].dtype}; supported outside quantised linear layers: "
+                f"{', '.join(_FLOATS)}. Use the unquantised checkpoint, or download it again"
+            )
 
     def _int4_spec(self, prefix: str, stored: Mapping[str, TensorSpec]) -> TensorSpec:
         names = {kind: f"{prefix}{kind}" for kind in ("qweight", "scales", "qzeros")}
         _check_stored(names.values(), stored, prefix)
+        has_order = self._quantisation.stored is StoredFormat.GPTQ and f"{prefix}g_idx" in stored
+        if has_order:
+            names["g_idx"] = f"{prefix}g_idx"
+        for kind, name in names.items():
+            _check_kind(name, stored[name], *_INT4_PARTS[kind])
         first, second = stored[names["qweight"]].shape
         if self._quantisation.stored is StoredFormat.AWQ:
             rows, columns = second * _WORD_NUMBERS, first
         else:
             rows, columns = second, first * _WORD_NUMBERS
-            if f"{prefix}g_idx" in stored:
-                names["g_idx"] = f"{prefix}g_idx"
         groups = self._groups(prefix, columns)
         _check_shape(names["scales"], stored, (groups, rows))
         _check_shape(names["qzeros"], stored, (groups, rows // _WORD_NUMBERS))
+        if has_order:
+            _check_shape(names["g_idx"], stored, (columns,))
         return self._note(f"{prefix}weight", names, (rows, columns), INT4, stored)
 
     def _fp8_spec(self, name: str, stored: Mapping[str, TensorSpec]) -> TensorSpec:
         quantisation, prefix = self._quantisation, name.removesuffix("weight")
-        names = {"weight": name, "scales": f"{prefix}{quantisation.scale_name}"}
+        names = {"weight": name, "scales": self._scale_name(prefix, stored)}
         _check_stored(names.values(), stored, prefix)
+        _check_kind(name, stored[name], (_STORED_FP8,), 2)
+        _check_kind(names["scales"], stored[names["scales"]], _FLOATS)
         rows, columns = stored[name].shape
         found = stored[names["scales"]].shape
-        if quantisation.block_rows > 1:
+        if quantisation.group_columns != WHOLE_ROW:
             blocks = (-(-rows // quantisation.block_rows), -(-columns // quantisation.group_columns))
             _check_shape(names["scales"], stored, blocks)
         elif math.prod(found) not in (1, rows):
@@ -173,6 +201,13 @@ class QuantisedSource:
                 "needed: check that config.json belongs to these weights"
             )
         return self._note(name, names, (rows, columns), FP8, stored)
+
+    def _scale_name(self, prefix: str, stored: Mapping[str, TensorSpec]) -> str:
+        """Scales of rows or of the matrix have the name of those of blocks in some files."""
+        usual = f"{prefix}{self._quantisation.scale_name}"
+        of_blocks = f"{usual}_inv"
+        takes_other = self._quantisation.group_columns == WHOLE_ROW and usual not in stored and of_blocks in stored
+        return of_blocks if takes_other else usual
 
     def _note(
         self, name: str, parts: dict[str, str], shape: tuple[int, int], kind: str, stored: Mapping[str, TensorSpec]
@@ -207,3 +242,17 @@ def _check_shape(name: str, stored: Mapping[str, TensorSpec], shape: tuple[int, 
             f"tensor {name!r} is stored as {list(stored[name].shape)}, {list(shape)} is needed; check that config.json "
             "belongs to these weights"
         )
+
+
+def _check_kind(name: str, spec: TensorSpec, dtypes: tuple[str, ...], dimensions: int | None = None) -> None:
+    """
+    Args:
+        dimensions: None takes any number.
+    """
+    if spec.dtype in dtypes and dimensions in (None, len(spec.shape)):
+        return
+    needed = ", ".join(dtypes) + ("" if dimensions is None else f" and {dimensions}")
+    raise WeightFileError(
+        f"tensor {name!r} is stored in {spec.dtype} and {len(spec.shape)} dimensions; {needed} are needed: check that "
+        "config.json belongs to these weights, or download them again"
+    )

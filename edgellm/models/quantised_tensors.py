@@ -33,13 +33,13 @@ def gptq_zeros(words: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def block_scales(scales: torch.Tensor, rows: int, block_rows: int) -> torch.Tensor:
-    """Scales of blocks (N / block_rows, groups), of rows (N, 1) or (N,), or of the matrix, to (N, groups) float32."""
+    """Scales of blocks (N / block_rows, groups), rows (N, groups) or (N,), or the matrix, to (N, groups) float32."""
     scales = scales.float()
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(rows, 1)
     if block_rows > 1:
         return scales.repeat_interleave(block_rows, 0)[:rows]
-    return scales.reshape(rows, 1)
+    return scales.reshape(rows, -1)
 
 
 def by_columns(groups: torch.Tensor, group_columns: int, columns: int) -> torch.Tensor:

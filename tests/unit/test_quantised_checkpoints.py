@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_checkpoint import AWQ, COMPRESSED, FORMATS, FP8, GPTQ, awq, gptq, linear_prefixes, write_quantised
+from quantised_checkpoint import AWQ, COMPRESSED, FORMATS, FP8, GPTQ, awq, fp8, gptq, linear_prefixes, write_quantised
 from reference_placement import ReferencePlacement, make_engine
 from safetensors.torch import load_file, save_file
 
@@ -279,6 +279,67 @@ def test_damaged(tmp_path: Path, name: str, changes: dict[str, torch.Tensor | No
     with pytest.raises((UnsupportedModelError, WeightFileError), match=message) as caught:
         load_model(folder)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "value", "message"),
+    [
+        ("gptq", "qweight", torch.zeros(8, 64).half(), "qweight' is stored in F16 and 2 dimensions; I32 and 2"),
+        ("gptq", "qweight", torch.zeros(8, 64), "qweight' is stored in F32"),
+        ("gptq", "qweight", torch.zeros(1, 8, 64).int(), "qweight' is stored in I32 and 3 dimensions"),
+        ("awq", "qweight", torch.zeros(512).int(), "qweight' is stored in I32 and 1 dimensions"),
+        ("awq", "qzeros", torch.zeros(1, 8).half(), "qzeros' is stored in F16"),
+        ("awq", "scales", torch.ones(1, 64).int(), "scales' is stored in I32.*F32, BF16, F16 and 2"),
+        ("gptq", "scales", torch.ones(1, 64).to(torch.float8_e4m3fn), "scales' is stored in F8_E4M3"),
+        ("gptq", "g_idx", torch.zeros(64), "g_idx' is stored in F32"),
+        ("gptq", "g_idx", torch.zeros(5).int(), r"g_idx' is stored as \[5\], \[64\] is needed"),
+        ("gptq", "g_idx", torch.zeros(()).int(), "g_idx' is stored in I32 and 0 dimensions"),
+        ("gptq", "weight", torch.zeros(64, 64), "q_proj.weight' is stored beside .*q_proj.qweight'"),
+        ("gptq", "bias", torch.zeros(64).int(), "q_proj.bias' is stored in I32; .*F32, BF16, F16"),
+        ("gptq", "bias", torch.zeros(64).to(torch.float8_e4m3fn), "q_proj.bias' is stored in F8_E4M3"),
+        ("gptq", "weight", torch.zeros(64, 64).to(torch.float8_e4m3fn), "q_proj.weight' is stored beside"),
+        (
+            "fp8 matrix",
+            "weight",
+            torch.zeros(1, 64, 64).to(torch.float8_e4m3fn),
+            "weight' is .* 3 dimensions",
+        ),
+        ("fp8 matrix", "weight_scale", torch.ones(()).int(), "weight_scale' is stored in I32"),
+        ("fp8 matrix", "weight_scale", torch.ones(()).to(torch.float8_e4m3fn), "weight_scale' is stored in F8_E4M3"),
+    ],
+)
+def test_tensors_of_another_kind(tmp_path: Path, name: str, part: str, value: torch.Tensor, message: str) -> None:
+    """Words that are no words, floats that are no floats: refused, not reinterpreted."""
+    folder = damaged(write_quantised(tmp_path, *FORMATS[name]), {f"model.layers.0.self_attn.q_proj.{part}": value})
+    with pytest.raises((UnsupportedModelError, WeightFileError), match=message) as caught:
+        open_checkpoint(folder)
+    assert "download" in str(caught.value) or "check that config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8 matrix"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_tensors_outside_linear_layers_are_floats(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    folder = damaged(write_quantised(tmp_path, *FORMATS[name]), {"model.norm.weight": torch.ones(64).to(dtype)})
+    with pytest.raises((UnsupportedModelError, WeightFileError), match=r"'model.norm"):
+        open_checkpoint(folder)
+
+
+def test_a_matrix_scale_under_the_name_of_blocks(tmp_path: Path) -> None:
+    """transformers keeps the name `weight_scale_inv` where weight_block_size is null."""
+    folder = write_quantised(tmp_path, FP8 | {"weight_block_size": None}, fp8(None, "weight_scale_inv"))
+    ours, theirs = load_model(folder / "quantised").weights, load_model(folder / "plain").weights
+    assert torch.equal(ours.layers[1].qkv, theirs.layers[1].qkv)
+
+
+def test_blocks_of_one_row(tmp_path: Path) -> None:
+    config = FP8 | {"weight_block_size": [1, 64]}
+    folder = write_quantised(tmp_path, config, fp8((1, 64), "weight_scale_inv"))
+    ours, theirs = load_model(folder / "quantised").weights, load_model(folder / "plain").weights
+    assert torch.equal(ours.layers[1].down, theirs.layers[1].down)
+    stored, source = open_checkpoint(folder / "quantised")
+    assert (
+        why_expanded(stored, torch.bfloat16, source.specs()) == "blocks have 1 rows; the kernels take multiples of 16"
+    )
 
 
 def test_small_groups_work_where_they_are_expanded(tmp_path: Path) -> None:
