@@ -61,6 +61,7 @@ class DeviceOps:
         scatter_state: state put back to checkpoints after verification.
         commit_rows: K and V of accepted branches moved together.
         advance_rows: inputs of a decode step moved on to the next one.
+        keep_rows: the latest rows of each slot, in a ring by place.
         gated_delta_workspace, experts_workspace: bytes that these want, by the arguments that their modules document.
     """
 
@@ -85,6 +86,7 @@ class DeviceOps:
     scatter_state: Op
     commit_rows: Op
     advance_rows: Op
+    keep_rows: Op
     choose_experts: Op
     experts: Op
     gated_norm: Op
@@ -145,6 +147,7 @@ def cuda_ops(*, deterministic: bool = False) -> DeviceOps:
         scatter_state=_of_module("scatter_state", "scatter_state"),
         commit_rows=_of_module("commit_rows", "commit_rows"),
         advance_rows=advance_rows.advance_rows,
+        keep_rows=_of_module("keep_rows", "keep_rows"),
         choose_experts=_of_module("choose_experts", "choose_experts"),
         experts=_of_module("experts", "experts"),
         gated_norm=_of_module("gated_norm", "gated_norm"),
@@ -174,6 +177,7 @@ def reference_ops() -> DeviceOps:
         gates,
         gelu_mul,
         group_norm_gate,
+        keep_rows,
         mamba2,
         paged_attention_exact,
         paged_attention_wide,
@@ -215,6 +219,7 @@ def reference_ops() -> DeviceOps:
         scatter_state=scatter_state.scatter_state,
         commit_rows=commit_rows.commit_rows,
         advance_rows=advance_rows.advance_rows,
+        keep_rows=keep_rows.keep_rows,
         choose_experts=choose_experts.choose_experts,
         experts=experts.experts,
         gated_norm=gated_norm.gated_norm,
