@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from edgellm.kernels.cpu.recurrent_rows import RecurrentRows
     from edgellm.models.config import ModelConfig
+    from edgellm.runtime.step_inputs import StepTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,19 @@ class HiddenRequest:
     def width(self, hidden_size: int) -> int:
         """Elements of one row."""
         return (len(self.layers) + self.normed) * hidden_size
+
+
+class KeepHidden(Protocol):
+    """What somebody does with the hidden rows of every step that gives any, on the device and as its last part."""
+
+    def __call__(self, step: StepTensors, hidden: torch.Tensor) -> None:
+        """May be captured with the step: allocates nothing, reads nothing back, and finds in memory of its own what it
+        needs beside.
+
+        Args:
+            hidden: (T, width of the request), padding included.
+        """
+        ...
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from edgellm.models.device_attention import DeviceAttention
     from edgellm.models.device_buffers import GraphBuffers
     from edgellm.models.device_step import DeviceFamilyGraph
-    from edgellm.models.step import HiddenRequest
+    from edgellm.models.step import HiddenRequest, KeepHidden
     from edgellm.runtime.cuda_graphs import StepRunner
     from edgellm.runtime.recurrent_state_device import DeviceRecurrentState
     from edgellm.runtime.step_inputs import StepInputs, StepShape, StepTensors
@@ -84,6 +84,7 @@ class BoundSteps:
         self._runner = runner
         self._scratch = GraphScratch(graph, dtype, device)
         self._request: HiddenRequest | None = None
+        self._keep: KeepHidden | None = None
         self._kept: dict[StepKind, BoundStep] = {}
 
     @property
@@ -96,9 +97,9 @@ class BoundSteps:
         """Whether hidden rows were requested."""
         return self._request is not None
 
-    def request_hidden(self, request: HiddenRequest) -> None:
-        """From now on kinds with hidden rows give these."""
-        self._request = request
+    def request_hidden(self, request: HiddenRequest, keep: KeepHidden | None = None) -> None:
+        """From now on kinds with hidden rows give these, and end with `keep`."""
+        self._request, self._keep = request, keep
         self._scratch.request_hidden(request.width(self._graph.config.hidden_size))
         self.forget()
 
@@ -138,4 +139,11 @@ class BoundSteps:
         hidden = self._scratch.hidden_rows(shape.tokens) if kind.hidden else None
         request = self._request if kind.hidden else None
         launch = partial(self._graph.forward, step, buffers, state, hidden, request)
+        if hidden is not None and self._keep is not None:
+            launch = partial(_launch_and_keep, launch, self._keep, step, hidden)
         return BoundStep(step, buffers, hidden, launch)
+
+
+def _launch_and_keep(launch: Callable[[], None], keep: KeepHidden, step: StepTensors, hidden: torch.Tensor) -> None:
+    launch()
+    keep(step, hidden)

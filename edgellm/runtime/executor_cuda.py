@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from edgellm.models.device_ops import DeviceOps
     from edgellm.models.loader import LoadedModel
-    from edgellm.models.step import HiddenRequest
+    from edgellm.models.step import HiddenRequest, KeepHidden
     from edgellm.runtime.batch import RaggedBatch
     from edgellm.runtime.cuda_graphs import StepRunner
     from edgellm.runtime.device import Device
@@ -209,14 +209,16 @@ class CudaExecutor:
         """What the cache keeps in step with: see `StatefulExecutor`."""
         return StateResources(base_state_kind=self._config.base_state_kind, snapshot_storage=self._snapshots)
 
-    def request_hidden(self, request: HiddenRequest) -> None:
+    def request_hidden(self, request: HiddenRequest, keep: KeepHidden | None = None) -> None:
         """From now on `forward_verify` returns these hidden rows of every token.
 
+        Args:
+            keep: the last part of every step that gives them, run ahead or not; of its graph where it has one.
         Raises:
             StepDeviceError: as `warm_up`, where that was called before.
         """
         with self._on_device(), self._step_errors(0):
-            self._steps.request_hidden(request)
+            self._steps.request_hidden(request, keep)
         if self._is_warm:
             self.warm_up()
 
@@ -462,10 +464,13 @@ class CudaExecutor:
         self, ahead: AheadStep, rows: npt.NDArray[np.int64], selected: npt.NDArray[np.int64], *, hidden: bool
     ) -> VerifyForward:
         """A copy of some rows of `ahead`: what is computed next takes the same memory."""
-        logits = ahead.logits[self._device.upload(selected)]
+        index = self._device.upload(selected)
+        logits = ahead.logits[index]
         if not hidden or ahead.hidden is None:
             return VerifyForward(logits)
-        return VerifyForward(logits, ahead.hidden[self._device.upload(rows)])
+        return VerifyForward(
+            logits, ahead.hidden[index if np.array_equal(rows, selected) else self._device.upload(rows)]
+        )
 
     def _beside_context(self, batch: RaggedBatch, first: int, kept: VerifyForward) -> VerifyForward:
         """`kept` behind what the first `first` sequences of the batch give, which run now."""
