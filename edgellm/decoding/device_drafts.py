@@ -1,8 +1,9 @@
 """`DevicePasses`: the passes of a paged draft model where the target computes on a device.
 
-Hidden rows that wait, the proposals that chains begin with, and everything between them stay on the device.  A round is
-one pass over what waits and one chain of passes over a row a sequence, each a replayed graph where its shape has been
-seen; the host reads the chains when the target has checked them (`unread_chains`).
+Hidden rows that wait (the target's steps keep them, see `HiddenRing`), the proposals that chains begin with, and all
+between them stay on the device.  A round is one pass over what waits and one chain of passes over a row a sequence,
+each a replayed graph where its shape has been seen; the host reads the chains when the target has checked them
+(`unread_chains`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from edgellm.decoding.draft_model import entries_batch
 from edgellm.decoding.draft_passes import nothing_read
 from edgellm.decoding.draft_staging import DraftStaging, ExpectedPass, slot_rows
+from edgellm.decoding.hidden_ring import HiddenRing
 from edgellm.decoding.unread_chains import UnreadChains
 from edgellm.errors import BrokenInvariantError
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from edgellm.decoding.draft_ops import DraftExecutor
     from edgellm.decoding.draft_passes import DraftEntries
     from edgellm.decoding.unread_chains import UnreadChain
+    from edgellm.models.step import KeepHidden
     from edgellm.runtime.batch import RaggedBatch
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.runtime.step_inputs import StepShape, StepTensors
@@ -37,8 +40,7 @@ if TYPE_CHECKING:
     Int32Array = npt.NDArray[np.int32]
 
 
-_DEFERRED = 16  # entries of a sequence that wait at most while it proposes nothing
-_COPIED_ONE_BY_ONE = 2  # rows: more of them pay for sending their places
+_DEFERRED = 32  # entries of a sequence that wait at most while it proposes nothing
 
 
 @dataclass(slots=True)
@@ -46,7 +48,8 @@ class SlotRows:
     """State by resident slot; a row behind the last slot takes what padding writes.
 
     Attributes:
-        waiting: (slots, room, hidden_width) hidden rows of the target whose entries are not written yet.
+        waiting: (slots, room, hidden_width) hidden rows of the target's latest tokens, see `HiddenRing`; entries of
+            some are not written yet.
         tokens: (slots + 1,) int32, the proposal behind the entries.
         own: (slots + 1, width) the head's hidden row there.
         chains: (K * slots,) int32, memory of a round's proposals.
@@ -69,8 +72,8 @@ def new_slot_rows(head: DraftHead, device: torch.device, num_slots: int, num_dra
 
 
 def _room(num_drafts: int) -> int:
-    """Rows of a sequence that wait at most: those of the latest run behind as many as are put off."""
-    return _DEFERRED + num_drafts + 1
+    """Rows of a sequence that wait at most: those of the latest run behind as many as are put off; one is run ahead."""
+    return _DEFERRED + num_drafts + 2
 
 
 class DevicePasses:
@@ -89,15 +92,16 @@ class DevicePasses:
         self._head = head
         self._device = executor.device
         self._num_drafts = num_drafts
-        self._room = _room(num_drafts)
         self._boundaries: dict[int, torch.Tensor] = {}
-        self._held: dict[int, int] = {}
         self._read: set[int] = set()
         self._staging = DraftStaging(executor, head.config, kv_cache, dtype=head.dtype)
         self._rows = new_slot_rows(head, self._device.torch_device, executor.table_shape[0], num_drafts)
-        self._waiting = self._rows.waiting.flatten(0, 1)
-        self._row_views: dict[int, torch.Tensor] = {}
+        self._ring = HiddenRing(self._rows.waiting, executor)
         self._staging.warm_up(self._expected())
+
+    @property
+    def keep(self) -> KeepHidden:
+        return self._ring.keep
 
     def begin(self, slot: int, boundary: torch.Tensor | None) -> None:
         self.end([slot])
@@ -107,68 +111,23 @@ class DevicePasses:
     def end(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self._boundaries.pop(slot, None)
-            self._held.pop(slot, None)
             self._read.discard(slot)
 
     @torch.inference_mode()
     def hold(self, rows: Sequence[KeptRow]) -> None:
-        slots, lengths = [row.slot for row in rows], [len(row.inputs) for row in rows]
-        held = [self._held.get(slot, 0) for slot in slots]
-        ends = [before + count for before, count in zip(held, lengths, strict=True)]
-        if max(ends) > self._room:
-            raise BrokenInvariantError(f"{max(ends)} hidden rows wait in a slot of {self._room}")
-        places = [slot * self._room + before for slot, before in zip(slots, held, strict=True)]
-        if len(rows) <= _COPIED_ONE_BY_ONE:
-            for row, place, count in zip(rows, places, lengths, strict=True):
-                self._waiting[place : place + count].copy_(_hidden_of(row))
-        else:
-            self._hold_many(rows, np.array(places), np.array(lengths))
-        self._held.update(zip(slots, ends, strict=True))
+        """What follows each other in its step was kept by it."""
+        apart = [row for row in rows if row.branch is not None]
+        if apart:
+            self._ring.put(apart)
 
-    def _hold_many(self, rows: Sequence[KeptRow], places: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
-        """One copy for all of them.
-
-        Args:
-            places: (N,) where each begins among the rows that wait; (N,) counts.
-        """
-        within = _places_within(counts)
-        lie = np.repeat(np.array([row.first for row in rows]), counts) + within
-        start = 0
-        for row, count in zip(rows, counts.tolist(), strict=True):
-            if row.branch is not None:
-                lie[start : start + count] = row.rows
-            start += count
-        go = np.repeat(places, counts) + within
-        sources, targets = self._device.upload(np.stack((lie, go))).unbind(0)
-        self._waiting.index_copy_(0, targets, _gathered(rows, sources))
-
-    @torch.inference_mode()
     def hold_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
-        places = []
-        for slot in slots:
-            held = self._held.get(slot, 0)
-            if held >= self._room:
-                raise BrokenInvariantError(f"{held + 1} hidden rows wait in a slot of {self._room}")
-            places.append(slot * self._room + held)
-            self._held[slot] = held + 1
-        if len(places) > _COPIED_ONE_BY_ONE:
-            self._waiting.index_copy_(0, self._device.upload(np.array(places)), hidden)
-            return
-        for place, row in zip(places, (hidden,) if len(places) == 1 else hidden[:, None], strict=True):
-            self._waiting_row(place).copy_(row)
-
-    def _waiting_row(self, place: int) -> torch.Tensor:
-        """(1, hidden_width): one row of those that wait."""
-        found = self._row_views.get(place)
-        if found is None:
-            found = self._row_views[place] = self._waiting[place : place + 1]
-        return found
+        """The step kept them itself."""
 
     @torch.inference_mode()
-    def held_row(self, slot: int, number: int) -> torch.Tensor:
-        if not 0 <= number < self._held.get(slot, 0):
-            raise BrokenInvariantError(f"hidden row {number} of slot {slot} is wanted, {self._held.get(slot, 0)} wait")
-        return self._rows.waiting[slot, number].clone()
+    def held_row(self, slot: int, written: int, number: int) -> torch.Tensor:
+        if not 0 <= number < self._ring.room:
+            raise BrokenInvariantError(f"hidden row {number} of slot {slot} is wanted, of {self._ring.room} that wait")
+        return self._ring.copy_of(slot, written + number)
 
     @torch.inference_mode()
     def write(self, entries: DraftEntries, fresh: Sequence[KeptRow] = ()) -> None:
@@ -183,9 +142,8 @@ class DevicePasses:
             launch = partial(self._write_rows, self._joined(entries, fresh))
             self._staging.run("fresh", batch, launch, captured=False)
         else:
-            self._check_held(entries)
+            self._check_room(entries)
             self._staging.run("write", batch, self._write_waiting)
-        self._held.update(dict.fromkeys(entries.slots, 0))
         self._read.update(entries.slots)
 
     @torch.inference_mode()
@@ -234,11 +192,9 @@ class DevicePasses:
         self._rows.own.index_copy_(0, slots, own)
 
     def _waiting_rows(self, step: StepTensors) -> torch.Tensor:
-        """(T, hidden_width): row j of a slot's memory for the j-th entry that it adds; any row for padding."""
+        """(T, hidden_width): the target's row at the place of each entry; any row for padding."""
         sequence = step.token_seq.clamp(min=0)
-        within = step.positions - step.past_len.index_select(0, sequence)
-        places = (step.slots.index_select(0, sequence) * self._room + within).clamp_(min=0)
-        return self._waiting.index_select(0, places)
+        return self._ring.gathered(step.slots.index_select(0, sequence), step.positions)
 
     def _propose(self, depth: int, step: StepTensors, shape: StepShape) -> None:
         """A chain of `depth` tokens for each row, the first of them known already."""
@@ -286,33 +242,9 @@ class DevicePasses:
             pieces.append(hidden[:count])
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
-    def _check_held(self, entries: DraftEntries) -> None:
+    def _check_room(self, entries: DraftEntries) -> None:
         for slot, count in zip(entries.slots, entries.counts, strict=True):
-            if self._held.get(slot, 0) < count:
+            if count > self._ring.room:
                 raise BrokenInvariantError(
-                    f"slot {slot} adds {count} draft entries, and {self._held.get(slot, 0)} hidden rows wait"
+                    f"slot {slot} adds {count} draft entries, and {self._ring.room} hidden rows wait at most"
                 )
-
-
-def _hidden_of(row: KeptRow) -> torch.Tensor:
-    if row.hidden is None:
-        raise BrokenInvariantError(f"slot {row.slot} ran without the hidden rows that its draft needs")
-    return row.hidden
-
-
-def _gathered(rows: Sequence[KeptRow], sources: torch.Tensor) -> torch.Tensor:
-    """The hidden rows of rows of one step, one behind the other.
-
-    Args:
-        sources: where they lie in the step's.
-    """
-    step_hidden = rows[0].step_hidden
-    if step_hidden is not None and all(row.step_hidden is step_hidden for row in rows):
-        return step_hidden.index_select(0, sources)
-    return torch.cat([row.hidden for row in rows if row.hidden is not None])
-
-
-def _places_within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ... within each of the groups of these sizes, one behind the other."""
-    places: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return places

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from edgellm.decoding.chain import KeptRow
     from edgellm.decoding.draft_ops import DraftExecutor
     from edgellm.decoding.tree_passes import RankingHead
     from edgellm.models.device_step import Attend
@@ -159,6 +160,11 @@ class DeviceTreePasses(DevicePasses):
         self._first_log_probs = torch.zeros(firsts, dtype=torch.float32, device=device)
         self._found = torch.zeros(num_slots * self._sizes.words(depth), dtype=torch.int32, device=device)
         super().__init__(head, kv_cache, executor, depth)
+
+    @torch.inference_mode()
+    def hold(self, rows: Sequence[KeptRow]) -> None:
+        """All of them: a tree may be larger than the ring, and then its first nodes were not kept."""
+        self._ring.put(rows)
 
     @torch.inference_mode()
     def tables(

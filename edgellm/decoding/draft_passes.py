@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from edgellm.decoding.chain import KeptRow
     from edgellm.decoding.draft_model import DraftModel
+    from edgellm.models.step import KeepHidden
 
     Int32Array = npt.NDArray[np.int32]
 
@@ -50,9 +51,13 @@ class DraftPasses(Protocol):
 
     Attributes:
         deferred: entries of a sequence that proposes nothing may wait, up to so many: one pass then writes all of them.
+        keep: what the target's steps are to do with their hidden rows, where they run on a device.
     """
 
     deferred: int
+
+    @property
+    def keep(self) -> KeepHidden | None: ...
 
     def begin(self, slot: int, boundary: torch.Tensor | None) -> None:
         """A sequence takes the slot.
@@ -67,7 +72,7 @@ class DraftPasses(Protocol):
         ...
 
     def hold(self, rows: Sequence[KeptRow]) -> None:
-        """Keep copies of the hidden rows of rows that ran, behind those that wait already."""
+        """Keep copies of the hidden rows of rows that ran, behind those that wait already, unless `keep` has."""
         ...
 
     def hold_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
@@ -78,8 +83,12 @@ class DraftPasses(Protocol):
         """
         ...
 
-    def held_row(self, slot: int, number: int) -> torch.Tensor:
-        """(hidden_width,) a copy of the row of a slot that waits behind `number` others."""
+    def held_row(self, slot: int, written: int, number: int) -> torch.Tensor:
+        """(hidden_width,) a copy of the row of a slot that waits behind `number` others.
+
+        Args:
+            written: entries that the slot has.
+        """
         ...
 
     def write(self, entries: DraftEntries, fresh: Sequence[KeptRow] = ()) -> None:
@@ -125,6 +134,7 @@ class HostPasses:
     """
 
     deferred = 32
+    keep = None
 
     def __init__(self, draft: Callable[[], DraftModel]) -> None:
         self._draft = draft
@@ -146,7 +156,7 @@ class HostPasses:
         for slot, row in zip(slots, hidden.clone()[:, None], strict=True):
             self._slots[slot].hidden.append(row)
 
-    def held_row(self, slot: int, number: int) -> torch.Tensor:
+    def held_row(self, slot: int, written: int, number: int) -> torch.Tensor:
         return torch.cat(self._slots[slot].hidden)[number]
 
     def write(self, entries: DraftEntries, fresh: Sequence[KeptRow] = ()) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgellm.cache.types import SpecReuseContract
 from edgellm.decoding.chain import ChainDecoder, KeptRow
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from edgellm.decoding.draft_passes import DraftPasses
     from edgellm.decoding.verify import Proposal
     from edgellm.models.device_ops import DeviceOps
+    from edgellm.models.step import HiddenRequest
     from edgellm.runtime.batch import Executor, RaggedBatch, VerifyingExecutor
     from edgellm.runtime.executor_cuda import ExecutorLimits
     from edgellm.runtime.kv_cache import KVCache
@@ -96,6 +97,11 @@ class PagedDraftDecoder(ChainDecoder):
         on_device = device_executor(executor)
         if on_device is not None:
             self._passes = self._device_passes(on_device)
+
+    def _request_hidden(self, executor: Executor, request: HiddenRequest) -> None:
+        """Ask for the target's hidden rows, and on a device for their being kept there."""
+        keep: dict[str, Any] = {} if self._passes.keep is None else {"keep": self._passes.keep}
+        executor.request_hidden(request, **keep)  # type: ignore[attr-defined]
 
     def _device_passes(self, executor: DraftExecutor) -> DraftPasses:
         from edgellm.decoding.device_drafts import DevicePasses
@@ -249,6 +255,6 @@ class PagedDraftDecoder(ChainDecoder):
             seat = self._seats[slot]
             del seat.successors[length - seat.drafted :]  # of tokens that the session did not keep
             if saves_hidden and seat.decodes:  # the entry of that token waits, for one that comes behind it
-                seat.last_hidden = self._passes.held_row(slot, length - 1 - seat.drafted)
+                seat.last_hidden = self._passes.held_row(slot, seat.drafted, length - 1 - seat.drafted)
         self._catch_up(slots)
         return True

@@ -5,7 +5,7 @@ Which rounds propose is scripted, and so is what is guessed of the next one: wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from idle_rounds import AheadCounts, ScriptedLengths
 from plain_assistant import write_plain_shared_kv_pair
 from reference_placement import ReferencePlacement, make_engine
 from tiny_drafts import PAIRS, TinyPair
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import edgellm_eagle.plugin
 import edgellm_hybrid.plugin
@@ -23,6 +24,7 @@ from edgellm import Engine, SamplingParams, SpeculativeOptions
 from edgellm.decoding.adaptive import DraftLengths
 from edgellm.models.device_attention import AttentionMode
 from edgellm.plugins import load_plugins
+from edgellm.runtime.device import CpuDevice
 from edgellm.runtime.placement import CpuPlacement
 from edgellm.testing.recount import recount
 
@@ -164,6 +166,50 @@ def test_what_idle_rounds_leave_to_the_draft_is_what_it_has_on_the_cpu(pair: Tin
     assert heard[0].keys() == heard[1].keys()
     assert sum(chain != heard[1][place] for place, chain in heard[0].items()) <= 1
     assert len(heard[0]) > 8
+
+
+class Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what a decoder asks torch for in rounds of decode rows, forwards and sampling not included."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[str] = []
+        self.calls = 0
+        for name in ("pass_round", "propose", "hold_plain", "note_plain"):
+            setattr(decoder, name, self._watching(getattr(decoder, name)))
+
+    def _watching(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*given: Any) -> Any:
+            self.calls += 1
+            with self:
+                return method(*given)
+
+        return watched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_idle_round_asks_the_device_for_nothing_beside_its_step(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither copies of hidden rows nor uploads of their places: the step keeps them itself."""
+    uploads: list[int] = []
+    upload = CpuDevice.upload
+    monkeypatch.setattr(CpuDevice, "upload", lambda device, host: uploads.append(host.size) or upload(device, host))
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)  # fewer than entries may wait
+    counts = []
+    for options in ({"speculative": None}, {}):
+        with make(pair, **options) as engine:
+            watched = None if options else Watched(script(engine, ScriptedLengths(every=0)))
+            uploads.clear()
+            engine.generate(PROMPTS, params, use_cache=False)
+            counts.append(len(uploads))
+    assert watched is not None
+    assert watched.calls > 50
+    assert watched.operations == []
+    assert counts[1] <= counts[0]
 
 
 def test_prompt_lookup_runs_ahead_while_it_is_idle(tmp_path: Any, counts: AheadCounts) -> None:

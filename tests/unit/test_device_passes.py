@@ -69,6 +69,24 @@ def kept(slot: int, count: int, hidden: torch.Tensor, first: int = 0) -> KeptRow
     return KeptRow(slot, 0, np.zeros(count, np.int32), [], step_hidden=hidden, first=first)
 
 
+@torch.inference_mode()
+def ran(passes: DevicePasses, hidden: torch.Tensor, *rows: tuple[int, int, int], branches: bool = False) -> None:
+    """The target's step of (slot, past, tokens) rows, one behind the other, and a padding one."""
+    counts = [count for _, _, count in rows]
+    places = [past + within for _, past, count in rows for within in range(count)]
+    owners = np.repeat(np.arange(len(rows)), counts).tolist()
+    vectors = {
+        "positions": places if not branches else [0] * len(places),
+        "token_seq": owners,
+        "slots": [slot for slot, _, _ in rows],
+        "lengths": [past + count for _, past, count in rows],
+    }
+    tensors = {name: torch.tensor([*vector, -1], dtype=torch.int32) for name, vector in vectors.items()}
+    tree = SimpleNamespace(places=torch.tensor([*places, -1], dtype=torch.int32)) if branches else None
+    step: Any = SimpleNamespace(**tensors, tree=tree)
+    passes.keep(step, torch.cat((hidden, hidden_rows(-1))))
+
+
 def entries(slots: list[int], past: list[int], counts: list[int], tokens: list[int]) -> DraftEntries:
     return DraftEntries(slots, past, counts, tokens, TABLE)
 
@@ -84,9 +102,8 @@ def test_a_prompt_then_rows_that_waited_then_chains_of_different_lengths() -> No
     assert chains == [[12, 12 + 3 + 6, 21 + 4 + 12], [30]]
     torch.testing.assert_close(head.attended[-1][0], hidden_rows(1)[0] * (1 + 2 + 3 + 6 + 12) / 5)
 
-    later = hidden_rows(100, 4, 5, 6)
-    passes.hold([kept(1, 1, later), kept(3, 1, later, 1)])
-    passes.hold([kept(3, 2, later, 2)])
+    ran(passes, hidden_rows(100, 4), (1, 2, 1), (3, 3, 1))
+    ran(passes, hidden_rows(5, 6), (3, 4, 2))
     passes.write(entries([3, 1], [3, 2], [3, 1], [1, 2, 3, 50]))
     torch.testing.assert_close(head.attended[-1][2], hidden_rows(1)[0] * (1 + 2 + 3 + 4 + 5 + 6) / 6)
     assert passes.chains([1, 3], [3, 6], [2, 2], TABLE) == [[152, 152 + 3 + 200], [14, 14 + 6 + 12]]
@@ -115,35 +132,52 @@ def test_a_chain_ends_where_its_pages_do() -> None:
     assert chains[1] == [first, (first + most - 1 + 2 * (most - 2)) % 1000]
 
 
-def test_rows_that_nobody_kept_are_missed() -> None:
+def test_what_ran_for_nothing_is_written_again() -> None:
+    """A step that was run ahead and dropped, and proposals that were not kept."""
     passes, _ = make()
     passes.write(entries([0], [0], [1], [1]), [kept(0, 1, hidden_rows(1))])
-    passes.hold([kept(0, 2, hidden_rows(1, 2))])
-    with pytest.raises(BrokenInvariantError, match="slot 0 adds 3 draft entries, and 2 hidden rows wait"):
-        passes.write(entries([0], [1], [3], [1, 2, 3]))
-    with pytest.raises(BrokenInvariantError, match="23 hidden rows wait in a slot of 21"):
-        passes.hold([kept(0, 21, hidden_rows(*range(21)))])
+    ran(passes, hidden_rows(50, 60, 70), (0, 1, 3))
+    ran(passes, hidden_rows(8), (0, 2, 1))
+    passes.write(entries([0], [1], [2], [0, 4]))
+    assert passes.chains([0], [3], [1], TABLE) == [[4 + 2 + 8]]
+
+
+def test_more_rows_wait_than_there_is_room_for_once_round() -> None:
+    passes, head = make()
+    passes.write(entries([0], [0], [1], [1]), [kept(0, 1, hidden_rows(1))])
+    past, total = 1, 1
+    for count in (passes.deferred, 5, 9):
+        for place in range(past, past + count):
+            ran(passes, hidden_rows(place), (0, place, 1))
+            total += place
+        ran(passes, hidden_rows(-1000), (0, past + count, 1))  # ahead
+        passes.write(entries([0], [past], [count], [0] * count))
+        past += count
+        torch.testing.assert_close(head.attended[-1][count - 1], hidden_rows(1)[0] * total / past)
+
+
+def test_more_entries_than_rows_that_wait_are_a_broken_invariant() -> None:
+    passes, _ = make()
+    passes.write(entries([0], [0], [1], [1]), [kept(0, 1, hidden_rows(1))])
+    room = passes.deferred + DRAFTS + 2
+    message = f"slot 0 adds {room + 1} draft entries, and {room} hidden rows wait at most"
+    with pytest.raises(BrokenInvariantError, match=message):
+        passes.write(entries([0], [1], [room + 1], [1] * (room + 1)))
+    with pytest.raises(BrokenInvariantError, match=f"hidden row {room} of slot 0 is wanted, of {room} that wait"):
+        passes.held_row(0, 1, room)
 
 
 def test_branches_of_trees_are_held_from_where_they_lie() -> None:
     passes, _ = make()
     both = [kept(0, 1, hidden_rows(1)), kept(1, 1, hidden_rows(5))]
     passes.write(entries([0, 1], [0, 0], [1, 1], [0, 0]), both)
-    step = hidden_rows(90, 3, 91, 4, 92, 6)
-    branch = KeptRow(0, 1, np.zeros(2, np.int32), [], step_hidden=step, first=1, branch=[0, 2])
+    step = hidden_rows(3, 91, 4, 92, 6)
+    branch = KeptRow(0, 1, np.zeros(2, np.int32), [], step_hidden=step, first=0, branch=[0, 2])
     assert branch.hidden is not None
     assert branch.hidden[:, 0].tolist() == [3, 4]
-    passes.hold([branch, kept(1, 1, step, 5)])
-    passes.write(entries([0, 1], [1, 1], [2, 1], [0, 0, 0]))
-    assert passes.chains([0, 1], [3, 2], [1, 1], TABLE) == [[2 + 4], [1 + 6]]
-
-
-def test_rows_of_several_tensors_are_held_as_well() -> None:
-    """An executor may give each of them its own."""
-    passes, _ = make()
-    both = [kept(0, 1, hidden_rows(1)), kept(1, 1, hidden_rows(5))]
-    passes.write(entries([0, 1], [0, 0], [1, 1], [0, 0]), both)
-    passes.hold([kept(0, 2, hidden_rows(0, 3, 4), 1), kept(1, 1, hidden_rows(6))])
+    ran(passes, step, (0, 1, 4), (1, 1, 1), branches=True)
+    passes.hold([branch, kept(1, 1, step, 4)])
+    assert [passes.held_row(slot, 1, number)[0] for slot, number in ((0, 0), (0, 1), (1, 0))] == [3, 4, 6]
     passes.write(entries([0, 1], [1, 1], [2, 1], [0, 0, 0]))
     assert passes.chains([0, 1], [3, 2], [1, 1], TABLE) == [[2 + 4], [1 + 6]]
 

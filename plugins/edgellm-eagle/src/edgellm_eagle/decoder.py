@@ -72,7 +72,7 @@ class Eagle3Decoder(TreeDraftDecoder):
 
     def attach(self, executor: Executor) -> None:
         super().attach(executor)
-        executor.request_hidden(self._hidden)  # type: ignore[attr-defined]
+        self._request_hidden(executor, self._hidden)
 
     def device_parts(self, ops: DeviceOps) -> tuple[DraftHead, KVCache]:
         return self._head(ops), self._open_pages()

@@ -81,7 +81,7 @@ class HybridMtpDecoder(PagedDraftDecoder):
 
     def attach(self, executor: Executor) -> None:
         super().attach(executor)
-        executor.request_hidden(HiddenRequest(normed=True))  # type: ignore[attr-defined]
+        self._request_hidden(executor, HiddenRequest(normed=True))
 
     def device_parts(self, ops: DeviceOps) -> tuple[DraftHead, KVCache]:
         return self._head(ops), self._open_pages()

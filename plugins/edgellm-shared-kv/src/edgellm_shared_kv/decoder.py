@@ -61,12 +61,15 @@ class SharedKvMtpDecoder(ChainDecoder):
         return device_bytes(head, ops, device, limits, self.num_drafts)
 
     def attach(self, executor: Executor) -> None:
-        executor.request_hidden(HiddenRequest(normed=True))  # type: ignore[attr-defined]
-        on_device = device_executor(executor)
-        if on_device is not None:
-            from edgellm_shared_kv.device_rounds import DeviceRounds
+        request, on_device = HiddenRequest(normed=True), device_executor(executor)
+        if on_device is None:
+            executor.request_hidden(request)  # type: ignore[attr-defined]
+            return
+        from edgellm_shared_kv.device_rounds import DeviceRounds
 
-            self._rounds = DeviceRounds(self._assistant.on_device(on_device.ops), on_device, self.num_drafts)
+        rounds = DeviceRounds(self._assistant.on_device(on_device.ops), on_device, self.num_drafts)
+        executor.request_hidden(request, rounds.keep_hidden)  # type: ignore[attr-defined]
+        self._rounds = rounds
 
     def seat(self, executor: Executor, seat: DecodingSeat) -> None:
         super().seat(executor, seat)

@@ -14,7 +14,8 @@ import torch
 
 from edgellm.decoding.draft_memory import attend_to_nothing, graph_bytes, result_bytes
 from edgellm.decoding.draft_model import DraftStep, entries_batch
-from edgellm.decoding.draft_staging import DraftStaging, ExpectedPass, slot_rows
+from edgellm.decoding.draft_staging import DraftStaging, ExpectedPass
+from edgellm.decoding.hidden_ring import HiddenRing
 from edgellm.decoding.unread_chains import UnreadChains
 from edgellm.models.config import KVLayer
 from edgellm_shared_kv.rounds import no_hidden, nothing_ran
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from edgellm.decoding.draft_ops import DraftExecutor
     from edgellm.decoding.unread_chains import UnreadChain
     from edgellm.models.device_ops import DeviceOps
+    from edgellm.models.step import KeepHidden
     from edgellm.runtime.executor_cuda import ExecutorLimits
     from edgellm.runtime.kv_cache import KVCache
     from edgellm.runtime.step_inputs import StepShape, StepTensors
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from edgellm_shared_kv.rounds import Seeds
 
     Int32Array = npt.NDArray[np.int32]
-
-_COPIED_ONE_BY_ONE = 2  # rows: more of them pay for sending their places
 
 
 class DeviceRounds:
@@ -57,6 +57,7 @@ class DeviceRounds:
         self._staging = DraftStaging(executor, donor_layers(head.config, kv_cache), kv_cache, dtype=head.dtype)
         device = self._device.torch_device
         self._hidden, self._chains = _slot_rows(head, device, num_slots, num_drafts)
+        self._ring = HiddenRing(self._hidden, executor)
         longest = partial(self._propose, num_drafts)
         self._staging.warm_up(
             [ExpectedPass(("round", num_drafts), rows, rows, longest) for rows in self._staging.row_buckets]
@@ -65,24 +66,18 @@ class DeviceRounds:
     def end(self, slots: Iterable[int]) -> None:
         self._kept.difference_update(slots)
 
-    @torch.inference_mode()
+    @property
+    def keep_hidden(self) -> KeepHidden:
+        return self._ring.keep
+
     def keep(self, rows: Sequence[KeptRow]) -> None:
-        hidden = rows[0].step_hidden
-        if hidden is None or any(row.step_hidden is not hidden for row in rows):
+        """The step kept the hidden rows itself; who has any is noted."""
+        if rows[0].step_hidden is None:
             raise no_hidden(rows[0].slot)
-        places = np.array([[row.slot for row in rows], [row.first + len(row.inputs) - 1 for row in rows]])
-        slots, last = self._device.upload(places).unbind(0)
-        self._hidden.index_copy_(0, slots, hidden.index_select(0, last))
         self._kept.update(row.slot for row in rows)
 
-    @torch.inference_mode()
     def keep_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
-        self._kept.update(slots)
-        if len(slots) > _COPIED_ONE_BY_ONE:
-            self._hidden.index_copy_(0, self._device.upload(np.array(slots)), hidden)
-            return
-        for slot, row in zip(slots, hidden, strict=True):
-            self._hidden[slot].copy_(row)
+        """The step kept them, and a prompt came before."""
 
     @torch.inference_mode()
     def chains(self, kv_cache: KVCache, seeds: Seeds, limits: Sequence[int]) -> list[UnreadChain]:
@@ -99,7 +94,8 @@ class DeviceRounds:
     def _propose(self, depth: int, step: StepTensors, shape: StepShape) -> None:
         """May be captured: reads nothing back."""
         prefix = _DevicePrefix(self._head, self._staging.step(step, shape))
-        tokens, hidden = step.token_ids, self._hidden.index_select(0, slot_rows(step.slots, len(self._hidden) - 1))
+        # Keys end with the token in front of the seed, whose hidden row it is.
+        tokens, hidden = step.token_ids, self._ring.gathered(step.slots, step.past_len)
         chains = self._chains_of(depth, shape.rows)
         for number in range(depth):
             found, hidden = self._head.forward(tokens, hidden, prefix)
@@ -113,8 +109,11 @@ class DeviceRounds:
 def _slot_rows(
     head: AssistantHead, device: torch.device, num_slots: int, num_drafts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots + 1, width) hidden rows, the last one for padding; (K * slots,) int32 proposals of a round."""
-    hidden = torch.zeros((num_slots + 1, head.width), dtype=head.dtype, device=device)
+    """(slots, room, width) hidden rows, see `HiddenRing`; (K * slots,) int32 proposals of a round.
+
+    There is room for the rows of a verified run behind the one in front of it.
+    """
+    hidden = torch.zeros((num_slots, num_drafts + 2, head.width), dtype=head.dtype, device=device)
     return hidden, torch.zeros(num_drafts * num_slots, dtype=torch.int32, device=device)
 
 

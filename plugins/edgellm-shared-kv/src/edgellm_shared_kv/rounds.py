@@ -48,7 +48,7 @@ class Rounds(Protocol):
         ...
 
     def keep(self, rows: Sequence[KeptRow]) -> None:
-        """Copy the hidden row of the last token of each row that ran."""
+        """Note the hidden row of the last token of each row that ran: copied, or kept by the step itself."""
         ...
 
     def keep_each(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
