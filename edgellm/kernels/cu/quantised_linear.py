@@ -107,7 +107,6 @@ class QuantisedVariant:
 VARIANTS = (
     QuantisedVariant(2, 1, 16, 4, 2),
     QuantisedVariant(2, 1, 16, 2, 2),
-    QuantisedVariant(1, 1, 16, 8, 2),
     QuantisedVariant(1, 1, 16, 4, 2),
     QuantisedVariant(2, 2, 16, 4, 1),
     QuantisedVariant(2, 2, 16, 2, 1),
@@ -123,6 +122,8 @@ GATED_VARIANTS = (
 # What a panel of a group costs, by panels and row tiles; of two panels it is 1.  With one row tile instructions, as
 # counted in the compiled code; with two the reading of x, which a group does once.
 PANEL_COST = {(1, 1): 1.12, (2, 1): 1.0, (1, 2): 1.5, (2, 2): 1.0}
+# What a panel of a block costs that has a multiprocessor to itself: too few copies are under way.
+LONE_BLOCK = 1.6
 WALK_BALANCE = 0.9  # blocks that walk are worth it where so much of their rounds is full
 BLOCK_RESERVED_BYTES = 1 << 10  # of shared memory
 L1_BESIDE_SHARED_BYTES = 29 << 10  # of a multiprocessor's memory, what no block may have as shared
@@ -218,13 +219,23 @@ def _cost(
     gated: bool,
 ) -> tuple[float, bool, bool, int]:
     """Work of the busiest multiprocessor; then whether its L1 loses x, whether a warp waits for places, and memory."""
-    panels = -(-variant.groups(out_width, gated=gated) // limits.sm_count) * variant.panels
+    panels = _busiest_panels(variant, variant.groups(out_width, gated=gated), limits)
     taken = variant.blocks_per_sm * (variant.shared_bytes + BLOCK_RESERVED_BYTES)
     x_bytes = min(num_rows, variant.row_tiles * TILE_ROWS) * in_width * 2
     misses = x_bytes > limits.max_shared_bytes + L1_BESIDE_SHARED_BYTES - taken
     at_once = variant.fetches_at_once(kind, in_width)
     work = panels * PANEL_COST[variant.panels, variant.row_tiles]
     return work, misses, not at_once, variant.shared_bytes if at_once else -variant.shared_bytes
+
+
+def _busiest_panels(variant: QuantisedVariant, groups: int, limits: DeviceLimits) -> float:
+    """Of one multiprocessor, one after the other; those of blocks that would run beside others, alone, count more."""
+    of_one = -(-groups // limits.sm_count)
+    if variant.blocks_per_sm == 1:
+        return of_one * variant.panels
+    if of_one == 1:
+        return variant.panels * LONE_BLOCK
+    return -(-of_one // variant.blocks_per_sm) * variant.blocks_per_sm * variant.panels
 
 
 def _walking_blocks(
