@@ -15,6 +15,11 @@ from edgellm.kernels.cu.paged_decode import HEAD_DIMS, PARTIAL_PAD, QUERY_TYPES,
 from edgellm.kernels.cu.paged_prefill import (
     MERGE_THREADS,
     RECORD_BYTES,
+    WARPGROUP_ARCH,
+    WARPGROUP_CONTROL_BYTES,
+    WARPGROUP_RING,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
     PrefillShape,
     max_blocks,
     ring_and_blocks,
@@ -83,6 +88,18 @@ CASCADE = KernelSpec(
         for head_dim in HEAD_DIMS
     ),
 )
+WARPGROUPS = KernelSpec(
+    name="paged_cascade_sm90",
+    entry="paged_cascade_sm90",
+    params=PagedCascadeParams,
+    params_name="PagedCascadeParams",
+    variants=tuple(
+        Variant((dtype, head_dim), f"{type_name(dtype)}, {head_dim}") for dtype in QUERY_TYPES for head_dim in HEAD_DIMS
+    ),
+    min_arch=WARPGROUP_ARCH,
+    max_arch=WARPGROUP_ARCH,
+    arch_suffix="a",
+)
 MERGE = KernelSpec(
     name="paged_cascade_merge",
     entry="paged_cascade_merge",
@@ -93,7 +110,7 @@ MERGE = KernelSpec(
         Variant((dtype, head_dim), f"{type_name(dtype)}, {head_dim}") for dtype in QUERY_TYPES for head_dim in HEAD_DIMS
     ),
 )
-SPECS = (CASCADE, MERGE)
+SPECS = (CASCADE, WARPGROUPS, MERGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +125,7 @@ class CascadeLaunch:
 
     attention: LaunchConfig
     merge: LaunchConfig
+    by_warpgroups: bool
     tile_rows: int
     blocks: int
     ring: int
@@ -115,21 +133,42 @@ class CascadeLaunch:
 
 @lru_cache(maxsize=1024)
 def launch_config(
-    num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, is_fp8: bool, limits: DeviceLimits
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    is_fp8: bool,
+    limits: DeviceLimits,
+    *,
+    by_warpgroups: bool | None = None,
 ) -> CascadeLaunch:
-    """As many blocks as run at the same time, whatever the groups: what each does follows from device memory."""
+    """As many blocks as run at the same time, whatever the groups: what each does follows from device memory.
+
+    Args:
+        by_warpgroups: which kernel does it, for comparisons; None: the better one of the device.
+    """
+    if by_warpgroups is None:
+        by_warpgroups = limits.arch == WARPGROUP_ARCH and not is_fp8
+    merge = LaunchConfig((-(-num_rows * num_heads * 32 // MERGE_THREADS), 1, 1), (MERGE_THREADS, 1, 1))
     shape = PrefillShape(num_rows, num_rows, num_heads, num_kv_heads, head_dim, 0, is_fp8, deterministic=False)
+    if by_warpgroups:
+        blocks = _blocks_of_a_head(1, num_kv_heads, limits)
+        config = LaunchConfig((limits.sm_count, 1, 1), (WARPGROUP_THREADS, 1, 1), _warpgroup_bytes(head_dim))
+        return CascadeLaunch(config, merge, True, WARPGROUP_ROWS, blocks, WARPGROUP_RING)
     threads, tile_rows = tile_threads_and_rows(head_dim, deterministic=False, limits=limits)
     query_bytes, stage_bytes = tile_bytes(shape, tile_rows)
     ring, per_sm = ring_and_blocks(query_bytes, stage_bytes, max_blocks(threads, head_dim), limits)
     blocks = _blocks_of_a_head(per_sm, num_kv_heads, limits)
-    return CascadeLaunch(
-        LaunchConfig((num_kv_heads, blocks, 1), (threads, 1, 1), RECORD_BYTES + query_bytes + ring * stage_bytes),
-        LaunchConfig((-(-num_rows * num_heads * 32 // MERGE_THREADS), 1, 1), (MERGE_THREADS, 1, 1)),
-        tile_rows,
-        blocks,
-        ring,
-    )
+    shared_bytes = RECORD_BYTES + query_bytes + ring * stage_bytes
+    config = LaunchConfig((num_kv_heads, blocks, 1), (threads, 1, 1), shared_bytes)
+    return CascadeLaunch(config, merge, False, tile_rows, blocks, ring)
+
+
+def _warpgroup_bytes(head_dim: int) -> int:
+    """Shared bytes of the kernel of warpgroup products: query rows, the ring, control, the record."""
+    query_places, keys = (1, 64) if head_dim == 256 else (2, 128)
+    tiles = query_places * WARPGROUP_ROWS + WARPGROUP_RING * keys
+    return tiles * head_dim * 2 + WARPGROUP_CONTROL_BYTES + RECORD_BYTES
 
 
 def _blocks_of_a_head(per_sm: int, num_kv_heads: int, limits: DeviceLimits) -> int:
@@ -190,6 +229,7 @@ def paged_cascade(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     early_reads: bool = False,
+    by_warpgroups: bool | None = None,
 ) -> None:
     """As `paged_decode` without a window, for rows in groups that share the pages of their first keys.
 
@@ -204,6 +244,7 @@ def paged_cascade(
         group_start: (MAX_GROUPS + 1,) int32, rising from 0: group g has members group_start[g] to group_start[g + 1].
             Empty groups may be anywhere.
         workspace: at least `paged_cascade_workspace` bytes of uint8, zero before its first use; one stream at a time.
+        by_warpgroups: see `launch_config`.
         others: see `paged_decode`; with early_reads `shared` may be read early too.
     Raises:
         InvalidArgumentError: shapes, types, alignment or devices do not fit.  Nothing was launched.
@@ -217,7 +258,9 @@ def paged_cascade(
     limits = device_limits(query.device)
     parts = _workspace_parts(num_rows, num_heads, layout.kv_heads, layout.head_dim, limits)
     _check_workspace(workspace, parts.total)
-    launch = launch_config(num_rows, num_heads, layout.kv_heads, layout.head_dim, layout.is_fp8, limits)
+    launch = launch_config(
+        num_rows, num_heads, layout.kv_heads, layout.head_dim, layout.is_fp8, limits, by_warpgroups=by_warpgroups
+    )
     own = workspace[parts.decode : parts.decode + parts.own].view(torch.float32).view(num_rows, num_heads, -1)
     params = PagedCascadeParams(
         address(query),
@@ -263,7 +306,10 @@ def paged_cascade(
         starts=shared,
         states=own,
     )
-    attention = loader.kernel(CASCADE, (query.dtype, layout.is_fp8, layout.head_dim))
+    if launch.by_warpgroups:
+        attention = loader.kernel(WARPGROUPS, (query.dtype, layout.head_dim))
+    else:
+        attention = loader.kernel(CASCADE, (query.dtype, layout.is_fp8, layout.head_dim))
     attention.launch(launch.attention, params, pdl=True)
     loader.kernel(MERGE, (query.dtype, layout.head_dim)).launch(launch.merge, params, pdl=True)
 

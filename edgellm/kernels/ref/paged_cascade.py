@@ -26,11 +26,12 @@ def paged_cascade(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     early_reads: bool = False,
+    by_warpgroups: bool | None = None,
 ) -> None:
     """Row by row in float64; see the kernel's wrapper for what the arguments are.
 
-    A row's first shared[n] keys are read where its group's first member has them, as the kernel does.  `workspace` and
-    `early_reads` change nothing here.
+    A row's first shared[n] keys are read where its group's first member has them, as the kernel does.  `workspace`,
+    `early_reads` and `by_warpgroups` change nothing here.
     Effects: writes the rows of out that have a slot and a length.
     """
     head_dim = out.shape[1] // num_heads

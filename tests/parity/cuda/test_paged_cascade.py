@@ -196,15 +196,22 @@ def test_launch_config_fits(limits: DeviceLimits, head_dim: int, is_fp8: bool) -
     for rows, heads, kv_heads in ((1, 1, 1), (8, 32, 8), (64, 32, 8), (256, 128, 8), (64, 14, 2)):
         launch = op.launch_config(rows, heads, kv_heads, head_dim, is_fp8, limits)
         assert launch.attention.shared_bytes <= limits.max_shared_bytes
-        assert launch.attention.grid == (kv_heads, launch.blocks, 1)
+        by_warpgroups = limits.arch == 90 and not is_fp8
+        assert launch.by_warpgroups == by_warpgroups
+        grid = (limits.sm_count, 1, 1) if by_warpgroups else (kv_heads, launch.blocks, 1)
+        assert launch.attention.grid == grid
         assert 2 <= launch.ring <= 4
         assert launch.merge.grid[0] * 4 >= rows * heads > launch.merge.grid[0] * 4 - 4
 
 
 def test_launch_config_on_an_h200() -> None:
     launch = op.launch_config(64, 32, 8, 128, False, H200)
-    assert (launch.attention.grid, launch.attention.block, launch.tile_rows) == ((8, 33, 1), (128, 1, 1), 128)
-    assert op.launch_config(64, 32, 8, 256, False, H200).attention.grid == (8, 16, 1)
+    assert (launch.attention.grid, launch.attention.block, launch.tile_rows) == ((132, 1, 1), (384, 1, 1), 128)
+    assert (launch.by_warpgroups, launch.blocks) == (True, 16)
+    launch = op.launch_config(64, 32, 8, 128, True, H200)
+    assert (launch.attention.grid, launch.attention.block, launch.by_warpgroups) == ((8, 33, 1), (128, 1, 1), False)
+    launch = op.launch_config(64, 32, 8, 256, False, H200, by_warpgroups=False)
+    assert (launch.attention.grid, launch.attention.block) == ((8, 16, 1), (256, 1, 1))
 
 
 def test_the_workspace_begins_with_decodes_and_holds_every_part() -> None:
@@ -290,6 +297,7 @@ def check_on_device(case: Case, workspace: torch.Tensor | None = None, **options
     sinks = options.pop("sinks", None)
     options = {"scale": case.head_dim**-0.5, "sinks": None if sinks is None else sinks.to("cuda")} | options
     op.paged_cascade(*there.arguments(workspace), num_heads=case.num_heads, **options)
+    options.pop("by_warpgroups", None)
     compare(there, **options)
     return there
 
@@ -319,6 +327,18 @@ def test_every_variant(dtype: torch.dtype, kv: torch.dtype | None, head_dim: int
         check_on_device(
             make_case(groups, page_size=page_size, head_dim=head_dim, group=group, dtype=dtype, kv=kv, padding=1)
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+def test_both_kernels(head_dim: int) -> None:
+    """By warpgroup products, where the device has them, and by those of warps."""
+    if device_limits(torch.device("cuda")).arch != 90:
+        pytest.skip("one kernel only")
+    groups: Groups = [(4096, [17] * 40), (1168, [300] * 9), (0, [900] * 3), (16, [5, 6])]
+    case = make_case(groups, head_dim=head_dim, padding=1)
+    for by_warpgroups in (False, True):
+        check_on_device(case, by_warpgroups=by_warpgroups)
 
 
 @pytest.mark.gpu
