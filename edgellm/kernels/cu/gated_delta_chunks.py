@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # tokens, kChunk
 THREADS = 128  # kChunkThreads
-COLUMNS = 32  # kScanColumns
-PAD = 8  # kPad
+GROUP = 32  # columns, kGroup
+SCAN_GROUPS = 1  # of a block of the scan, at most 2: more share what they read, fewer spread over the device
+READ_GROUPS = 4  # of a block that reads, at most 4
+SCORE_TILES = 10  # kScoreTiles
 FEW_TOKENS = 64  # steps of so few tokens go token by token
 FEW_TOKENS_A_ROW = 8  # and steps of so few tokens a row
 MAX_PLACES = 32  # chunks of one launch, which bound the workspace
@@ -28,22 +30,27 @@ ALIGNMENT = 16
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def _spec(entry: str) -> KernelSpec:
+def _spec(entry: str, source: str, *, is_typed: bool = True) -> KernelSpec:
+    if is_typed:
+        variants = tuple(
+            Variant((dtype, key_dim), f"{type_name(dtype)}, {key_dim}") for dtype in HALF_TYPES for key_dim in KEY_DIMS
+        )
+    else:
+        variants = tuple(Variant((key_dim,), str(key_dim)) for key_dim in KEY_DIMS)
     return KernelSpec(
         name=entry,
         entry=entry,
-        source="gated_delta_chunks.cu",
+        source=source,
         params=GatedDeltaParams,
         params_name="GatedDeltaParams",
-        variants=tuple(
-            Variant((dtype, key_dim), f"{type_name(dtype)}, {key_dim}") for dtype in HALF_TYPES for key_dim in KEY_DIMS
-        ),
+        variants=variants,
     )
 
 
-SOLVE = _spec("delta_solve")
-SCAN = _spec("delta_scan")
-KERNELS = (SOLVE, SCAN)
+SOLVE = _spec("delta_solve", "gated_delta_chunks.cu")
+SCAN = _spec("delta_scan", "gated_delta_scan.cu", is_typed=False)
+READ = _spec("delta_read", "gated_delta_read.cu")
+KERNELS = (SOLVE, SCAN, READ)
 
 
 def solve_config(places: int, heads: int) -> LaunchConfig:
@@ -52,20 +59,27 @@ def solve_config(places: int, heads: int) -> LaunchConfig:
 
 
 def scan_config(shape: DeltaShape) -> LaunchConfig:
-    """A block for a row, a head and COLUMNS columns; shared memory as `ScanShared` has it."""
-    key_tiles = 3 * CHUNK * (shape.key_dim + PAD) + CHUNK * (CHUNK + PAD)
-    column_tiles = (shape.key_dim + 2 * CHUNK) * (COLUMNS + PAD)
-    shared_bytes = 2 * (key_tiles + column_tiles) + 2 * 4 * (THREADS // 32)
-    return LaunchConfig((shape.value_dim // COLUMNS, shape.heads, shape.rows), (THREADS, 1, 1), shared_bytes)
+    """A block for a row, a head and SCAN_GROUPS groups of columns; shared memory as `ScanShared` has it."""
+    groups = min(SCAN_GROUPS, shape.value_dim // GROUP)
+    shared_bytes = groups * (2 * GROUP * (shape.key_dim + CHUNK) + 4 * THREADS // 32)
+    blocks = -(-shape.value_dim // (groups * GROUP))
+    return LaunchConfig((blocks, shape.heads, shape.rows), (groups * THREADS, 1, 1), shared_bytes)
+
+
+def read_config(places: int, shape: DeltaShape) -> LaunchConfig:
+    """A block for a chunk, a head and READ_GROUPS groups of columns."""
+    groups = min(READ_GROUPS, shape.value_dim // GROUP)
+    blocks = -(-shape.value_dim // (groups * GROUP))
+    return LaunchConfig((places, shape.heads, blocks), (groups * 32, 1, 1))
 
 
 def num_places(tokens: int, rows: int) -> int:
     """Places of chunks: row n has those from query_start[n] // CHUNK + n on, so that none need to be counted."""
-    return tokens // CHUNK + rows
+    return -(-tokens // CHUNK) + rows - 1
 
 
 def _has_variant(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    return dtype in HALF_TYPES and key_dim in KEY_DIMS and value_dim % COLUMNS == 0
+    return dtype in HALF_TYPES and key_dim in KEY_DIMS and value_dim % GROUP == 0
 
 
 def _are_long(tokens: int, rows: int) -> bool:
@@ -77,7 +91,7 @@ def chunks_pay(operands: DeltaOperands, shape: DeltaShape) -> bool:
     dtype = operands.q.dtype
     if not _has_variant(shape.key_dim, shape.value_dim, dtype) or not _are_long(shape.tokens, shape.rows):
         return False
-    return all(_is_aligned(rows) for rows in (operands.q, operands.k, operands.out)) and is_wide(operands.state)
+    return all(_is_aligned(rows) for rows in (operands.q, operands.k, operands.v, operands.out)) and is_wide(operands.state)
 
 
 def _is_aligned(rows: torch.Tensor) -> bool:
@@ -86,13 +100,16 @@ def _is_aligned(rows: torch.Tensor) -> bool:
 
 
 def place_sizes(key_heads: int, heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """Bytes of a place in each part of the workspace."""
+    """Bytes of a place in each part of the workspace, multiples of ALIGNMENT."""
     return {
-        "units": key_heads * 2 * CHUNK * key_dim * 2,
+        "queries": key_heads * CHUNK * key_dim * 2,
+        "keys": key_heads * CHUNK * key_dim * 2,
         "reads": heads * CHUNK * key_dim * 2,
-        "scores": heads * CHUNK * CHUNK * 2,
-        "values": heads * CHUNK * value_dim * 4,
+        "scores": heads * SCORE_TILES * 16 * 16 * 2,
+        "values": heads * CHUNK * value_dim * 2,
+        "states": heads * key_dim * value_dim * 2,
         "totals": heads * CHUNK * 4,
+        "scales": heads * value_dim // GROUP * 16,
     }
 
 
@@ -122,7 +139,8 @@ def launch_chunks(params: GatedDeltaParams, shape: DeltaShape, dtype: torch.dtyp
             setattr(params, part, place)
             place += count * size
         loader.kernel(SOLVE, key).launch(solve_config(count, shape.heads), params, pdl=True)
-        loader.kernel(SCAN, key).launch(scan_config(shape), params, pdl=True)
+        loader.kernel(SCAN, key[1:]).launch(scan_config(shape), params, pdl=True)
+        loader.kernel(READ, key).launch(read_config(count, shape), params, pdl=True)
 
 
 def _segments(places: int, most: int) -> Iterator[tuple[int, int]]:

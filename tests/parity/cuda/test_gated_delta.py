@@ -171,11 +171,14 @@ def test_launch_config() -> None:
     assert launch_config(64, 64, 256, 20).block == (32, 3, 1)
 
 
-def test_scan_config_is_the_size_of_its_struct() -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_scan_config_is_the_size_of_its_struct(monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
     shape = chunks.DeltaShape(1000, 3, 2, 4, 128, 96)
+    monkeypatch.setattr(chunks, "SCAN_GROUPS", groups)
     config = chunks.scan_config(shape)
-    assert config.grid == (3, 4, 3)
-    assert config.shared_bytes == 2 * (3 * 64 * 136 + 64 * 72 + 128 * 40 + 2 * 64 * 40) + 32
+    assert config.grid == (-(-3 // groups), 4, 3)
+    assert config.block == (128 * groups, 1, 1)
+    assert config.shared_bytes == groups * (2 * 128 * 32 + 2 * 64 * 32 + 16)
     assert config.shared_bytes <= 99 * 1024  # what every supported device has
 
 
@@ -208,15 +211,15 @@ def test_chunks_of_long_rows(monkeypatch: pytest.MonkeyPatch, case: DeltaCase, d
     options = {"state": state, "rows": state_rows(lengths, (0, 1, 2)), "out": out, **case.options()}
     gated_delta(**inputs, **options, workspace=torch.empty(size, dtype=torch.uint8))
     names = [launch.spec.name for launch in launches]
-    # 3201 // 64 + 3 places, 32 a launch
-    assert names == ["delta_solve", "delta_scan"] * (2 * by_chunks) + ["gated_delta"]
+    # ceil(3201 / 64) + 2 places, 32 a launch
+    assert names == ["delta_solve", "delta_scan", "delta_read"] * (2 * by_chunks) + ["gated_delta"]
     assert launches[-1].params["longest"] == (SHORT_ROWS if by_chunks else 2**31 - 1)
     if by_chunks:
-        solves = launches[0], launches[2]
+        solves = launches[0], launches[3]
         assert [(one.params["first_place"], one.params["num_places"]) for one in solves] == [(0, 32), (32, 21)]
         assert [one.config.grid[:2] for one in solves] == [(32, case.heads), (21, case.heads)]
         used = launches[0].params
-        assert used["totals"] - used["units"] + 32 * case.heads * 64 * 4 == size
+        assert used["scales"] - used["queries"] + 32 * case.heads * case.value_dim // 32 * 16 == size
     launches.clear()
     gated_delta(**inputs, **options, workspace=torch.empty(size, dtype=torch.uint8), deterministic=True)
     gated_delta(**inputs, **options)
@@ -275,13 +278,13 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any],
 def test_rows_out_of_line_go_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record_launches(monkeypatch)
     step = make_step(CASES[1], torch.bfloat16, (100,), (0,))
-    for names in (("q",), ("k",)):
-        inputs = step.inputs | {name: apart(step.inputs[name], 2) for name in names}
+    for name in ("q", "k", "v"):
+        inputs = step.inputs | {name: apart(step.inputs[name], 2)}
         replace(step, inputs=inputs).run(workspace=step.workspace())
     replace(step, out=apart(step.out, 1)).run(workspace=step.workspace())
-    assert [launch.spec.name for launch in launches] == ["gated_delta"] * 3
+    assert [launch.spec.name for launch in launches] == ["gated_delta"] * 4
     step.run(workspace=step.workspace())
-    assert len(launches) == 6
+    assert len(launches) == 8
 
 
 @pytest.mark.parametrize("workspace", [torch.empty(100, dtype=torch.uint8), torch.empty(1 << 20)])

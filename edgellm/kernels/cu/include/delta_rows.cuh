@@ -17,11 +17,14 @@ struct GatedDeltaParams {
   const int* query_start;
   const int* slots;
   const int* checkpoint_start;  // or null
-  void* units;                  // workspace of the chunks, or null: see gated_delta_chunks.cu
+  void* queries;                // workspace of the chunks, or null: see delta_chunks.cuh
+  void* keys;
   void* reads;
   void* scores;
-  float* values;
+  void* values;
+  void* states;
   float* totals;
+  void* scales;
   i64 q_stride;  // elements from token to token; heads lie side by side
   i64 k_stride;
   i64 v_stride;
