@@ -394,12 +394,11 @@ __global__ void __launch_bounds__(kChunkThreads, 4) delta_solve(const __grid_con
   __syncthreads();
   solve.invert();
   __syncthreads();
-  ValueRows<T> rows;
-  rows.load(p, chunk, head, 0);
   solve.write_reads();
 #pragma unroll 1
   for (int first = 0; first < p.value_dim; first += kSolveColumns) {
-    if (first > 0) rows.load(p, chunk, head, first);
+    ValueRows<T> rows;
+    rows.load(p, chunk, head, first);
     solve.write_values(rows, first);
   }
 }
