@@ -65,13 +65,13 @@ struct UnitRows {
   }
   __device__ __forceinline__ void load(const void* source, const Chunk& chunk, i64 stride, int key_head) {
     const T* first = static_cast<const T*>(source) + key_head * kKeyDim + threadIdx.x % 16 * 4;
+    first += (chunk.first + token(0)) * stride;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        const i64 at = chunk.first + token(s);
         const bool is_real = token(s) < chunk.length;
-        rows[s][part] = is_real ? *reinterpret_cast<const uint2*>(first + at * stride + 64 * part) : make_uint2(0, 0);
+        rows[s][part] = is_real ? *reinterpret_cast<const uint2*>(first + 2 * s * stride + 64 * part) : make_uint2(0, 0);
       }
   }
   // Divided by their lengths, to a tile.
@@ -107,7 +107,7 @@ __device__ __forceinline__ void products(const f16* left, const f16* keys, int t
                                          RowSums& sums) {
   constexpr int kPitch = kKeyDim + kPad;
   clear(sums);
-#pragma unroll 2
+#pragma unroll 1
   for (int depth = 0; depth < kKeyDim; depth += 16) {
     u32 a[4], b[kTokenTiles][4];
     load_a<kPitch>(a, left, 16 * tile, depth, lane);

@@ -91,7 +91,9 @@ def chunks_pay(operands: DeltaOperands, shape: DeltaShape) -> bool:
     dtype = operands.q.dtype
     if not _has_variant(shape.key_dim, shape.value_dim, dtype) or not _are_long(shape.tokens, shape.rows):
         return False
-    return all(_is_aligned(rows) for rows in (operands.q, operands.k, operands.v, operands.out)) and is_wide(operands.state)
+    return all(_is_aligned(rows) for rows in (operands.q, operands.k, operands.v, operands.out)) and is_wide(
+        operands.state
+    )
 
 
 def _is_aligned(rows: torch.Tensor) -> bool:
