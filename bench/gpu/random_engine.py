@@ -22,7 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "num_heads": 16, "tied": True},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_heads": 32, "tied": False},
     # For a dry run without a GPU.
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 16, "tied": True},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 6, "num_heads": 16, "tied": True},
 }
 QUANTISED = {
     "": None,
