@@ -327,9 +327,9 @@ struct Solve {
     UnitRows<T, kKeyDim> queries, keys;
     queries.load(p.q, chunk, p.q_stride, head / p.group);
     keys.load(p.k, chunk, p.k_stride, head / p.group);
-    if (warp == 0) sum_decays(p, chunk, head, lane, shared.totals, shared.betas);
     queries.store(shared.queries);
     keys.store(shared.keys);
+    if (warp == 0) sum_decays(p, chunk, head, lane, shared.totals, shared.betas);
   }
   // P, and A in place of q; a warp has one of each four rows of blocks, long and short.
   __device__ __forceinline__ void multiply_keys() const {
