@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(128) paged_cascade_merge(const __grid_constant
   const int tile = packed / kCascadeRows<D>, row = p.members[member];
   if (tiles == 0 || p.slots[row] < 0) return;
   Joined<D> joined{negative_infinity(), 0.0f, {}};
-#pragma unroll(D == 256 ? 4 : 8)
+#pragma unroll(D == 64 ? 8 : 4)
   for (int part = 0; part < parts; ++part)
     joined.add(p.parts + part_place<D>(p, items + part * tiles + tile, kv_head, packed - tile * kCascadeRows<D>));
   if (p.shared[row] < p.lengths[row]) joined.add(p.own + (static_cast<i64>(row) * p.num_heads + head) * kStride<D>);
