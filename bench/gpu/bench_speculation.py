@@ -2,7 +2,9 @@
 
 So many requests are in flight at a time, each from a thread of its own, as a server's would be.  The lengths of the
 answers are those of plain decoding to its end token.  Every engine answers all prompts once before anything is timed,
-so graphs are captured and prompts cached.  A round of a draft gives one token of the target and what was accepted.
+so graphs are captured and prompts cached.  In each round the engines take turns, each time another one first; a ratio
+is the median of its rounds'.  A second plain engine goes along: its ratio says what the machine's moods make of 1.
+t/round is a token of the target and what was accepted, in a round of the draft.
 
     export PYTHONPATH=.:$(echo plugins/*/src | tr ' ' ':')
     python bench/gpu/bench_speculation.py [--students eagle assistant hybrid] [--batches 1 4 8]
@@ -49,7 +51,7 @@ WORK = Path(__file__).parents[2] / "training" / "data"
 DECODERS = {"eagle": "eagle", "assistant": "shared_kv_mtp", "hybrid": "mtp"}
 LONGEST_PROMPT = 300
 FLOOR = 0.97  # of plain decoding, whatever the drafts are worth
-PLAIN = "plain"
+PLAIN, AGAIN = "plain", "plain, again"
 TABLE = "{:18} {:>2} {:>9} {:>9} {:>6} {:>7} {:>8} {:>8} {:>6} {:>7} {:>7}"
 HEADINGS = (
     "draft", "N", "plain t/s", "draft t/s", "ratio", "t/round", "proposed", "accepted", "share", "=texts", "=tokens"
@@ -217,20 +219,25 @@ def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], ba
         return list(pool.map(lambda prompt, each: llm.generate([prompt], each)[0], prompts, params))
 
 
-def measure(llms: dict[str, LLM], prompts: list[list[int]], batch: int, options: argparse.Namespace) -> dict[str, Runs]:
-    """Rounds in which every engine answers all prompts; fewer where time runs out."""
+def measure(
+    llms: dict[str, LLM], prompts: list[list[int]], batch: int, seconds: float, options: argparse.Namespace
+) -> dict[str, Runs]:
+    """Rounds in which every engine answers all prompts; no further one begins after so many seconds."""
+    deadline = time.monotonic() + seconds
     greedy = partial(SamplingParams, temperature=0.0)
     natural = answers(llms[PLAIN], prompts, [greedy(max_tokens=options.new_tokens)] * len(prompts), batch)
     params = [greedy(max_tokens=len(output.token_ids), ignore_eos=True) for output in natural]
     runs = {name: Runs() for name in llms}
     for name, llm in llms.items():
         runs[name].outputs = answers(llm, prompts, params, batch)
+    names = list(llms)
     for number in range(options.rounds):
-        if number and time.monotonic() > options.deadline:
+        if number and time.monotonic() > deadline:
             break
-        for name, llm in llms.items():
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
             started = time.perf_counter()
-            runs[name].outputs = answers(llm, prompts, params, batch)
+            runs[name].outputs = answers(llms[name], prompts, params, batch)
             runs[name].seconds.append(time.perf_counter() - started)
     return runs
 
@@ -246,7 +253,7 @@ def row_of(name: str, batch: int, ours: Runs, plain: Runs) -> tuple[str, float]:
     accepted = sum(output.accepted_draft_tokens for output in ours.outputs)
     behind_first = tokens - len(ours.outputs)  # the first token of an answer comes with its prompt
     same = [one.token_ids == two.token_ids for one, two in zip(ours.outputs, plain.outputs, strict=True)]
-    ratio = rates[1] / rates[0]
+    ratio = statistics.median(theirs / own for theirs, own in zip(plain.seconds, ours.seconds, strict=True))
     cells = (
         name, batch, f"{rates[0]:.0f}", f"{rates[1]:.0f}", f"{ratio:.3f}",
         f"{behind_first / max(behind_first - accepted, 1):.3f}", proposed, accepted,
@@ -268,15 +275,15 @@ def report(family: Family, options: argparse.Namespace, scratch: Path) -> list[s
     """Print the family's table; returns what useless drafts cost too much."""
     slow, began = [], time.monotonic()
     with ExitStack() as opened:
-        llms = {PLAIN: opened.enter_context(open_llm(family.model, None, options))}
+        llms = {name: opened.enter_context(open_llm(family.model, None, options)) for name in (PLAIN, AGAIN)}
         for way, chosen in family.ways.items():
             llms[way] = opened.enter_context(open_llm(model_of(way, family, scratch), chosen, options))
         print(f"\n{family.name}: {len(llms)} engines loaded in {time.monotonic() - began:.1f} s")
         print(TABLE.format(*HEADINGS), flush=True)
         for batch in options.batches:
             prompts = family.prompts[: num_prompts(batch, options)]
-            runs = measure(llms, prompts, batch, options)
-            for way in family.ways:
+            runs = measure(llms, prompts, batch, options.seconds, options)
+            for way in (AGAIN, *family.ways):
                 line, ratio = row_of(way, batch, runs[way], runs[PLAIN])
                 print(line, flush=True)
                 if way.endswith("random") and ratio < FLOOR:
@@ -286,7 +293,6 @@ def report(family: Family, options: argparse.Namespace, scratch: Path) -> list[s
 
 def main() -> None:
     options = parsed()
-    options.deadline = time.monotonic() + options.seconds
     use_plugins_of_this_tree()
     card = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
     drafts = "fixed lengths" if options.fixed else "adaptive"
@@ -314,8 +320,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--fixed", action="store_true", help="always so many drafts, to see what the draft is worth")
     parser.add_argument("--no-worst", action="store_true", help="leave out the drafts of random weights")
     parser.add_argument("--untrained", action="store_true", help="fresh drafts, for a dry run before there are any")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=80, help="after so many no batch gets a second round")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=15, help="after so many of a batch no further round begins")
     parser.add_argument("--kv-budget", type=int, default=16_384, help="tokens of each engine's pool")
     return parser.parse_args()
 
