@@ -40,6 +40,7 @@ MODULES = [
     "edgellm.session._plan_check",
     "edgellm.session._decode_lane",
     "edgellm.session._lowering",
+    "edgellm.decoding._throughput_guard",
     "edgellm.decoding._length_records",
     "edgellm.runtime._shared_prefix",
     "edgellm.runtime._step_packing",

@@ -1,6 +1,7 @@
 """`HeapDraftLengths`: the superseded form of `edgellm.decoding.adaptive.DraftLengths`, a record a sequence and a heap.
 
-What `bench_draft_lengths` compares with: the same choices, one proposal and one sequence at a time.
+What `bench_draft_lengths` compares with: the same choices, one proposal and one sequence at a time.  It measures no
+rounds, so it has no guard.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from edgellm.decoding.adaptive import StepTimes
 _FORGET = 0.9
 _FIRST_ACCEPTANCE = 0.7
 _CERTAINTY = 4.0
-_FIRST_WAIT, _LONGEST_WAIT = 16, 128
+_FIRST_WAIT, _LONGEST_WAIT = 16, 512
+_LONGEST_TRIED = 8
+_TRIAL_SHARE, _MOST_TRIALS = 0.01, 2.0
 
 
 @dataclass(slots=True)
@@ -25,6 +28,7 @@ class _Record:
     tried: float = _CERTAINTY
     idle: int = 0
     wait: int = _FIRST_WAIT
+    trial: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -38,6 +42,7 @@ class HeapDraftLengths:
         self.times = StepTimes()
         self.per_depth = 0.0  # seconds that proposing takes for each token of the longest chain
         self._records: dict[int, _Record] = {}
+        self._credit = _MOST_TRIALS  # rounds that trials may propose in while nothing pays
 
     def seat(self, slot: int) -> None:
         """A new sequence, of which nothing is known."""
@@ -52,15 +57,14 @@ class HeapDraftLengths:
 
     def observe(self, slot: int, proposed: int, kept: int) -> None:
         """`kept` of `proposed` tokens were accepted; those behind the first refused one say nothing of theirs."""
+        record = self._record(slot)
+        record.trial = 2 * record.trial if 0 < proposed == kept and record.trial < _LONGEST_TRIED else 0
         if not proposed:
             return
-        record = self._record(slot)
         tried = min(kept + 1, proposed)
         record.kept = _FORGET * record.kept + kept
         record.tried = _FORGET * record.tried + tried
         record.idle = 0
-        if kept:
-            record.wait = _FIRST_WAIT
 
     def observe_proposing(self, depth: int, seconds: float) -> None:
         """Proposing chains of which the longest has `depth` tokens took so long."""
@@ -85,7 +89,7 @@ class HeapDraftLengths:
                 break
             if rate > best_rate:
                 best, best_rate = chosen, rate
-        return self._with_probes(slots, most, best)
+        return self._with_trials(slots, most, best)
 
     def _spread(self, slots: Sequence[int], allowed: Sequence[int], seconds: float) -> tuple[list[int], float]:
         """The best lengths of chains of at most `allowed`, and their tokens a second.
@@ -110,17 +114,23 @@ class HeapDraftLengths:
                 heapq.heappop(gains)
         return chosen, expected / seconds if seconds else 0.0
 
-    def _with_probes(self, slots: Sequence[int], most: Sequence[int], chosen: list[int]) -> list[int]:
-        """What a sequence writes changes: one for which nothing paid is tried again from time to time."""
-        for number, slot in enumerate(slots):
-            record = self._record(slot)
-            if chosen[number] or not most[number]:
-                record.idle = 0
-                continue
-            record.idle += 1
-            if record.idle >= record.wait:
-                record.idle, record.wait = 0, min(2 * record.wait, _LONGEST_WAIT)
-                chosen[number] = 1
+    def _with_trials(self, slots: Sequence[int], most: Sequence[int], chosen: list[int]) -> list[int]:
+        """What a sequence writes changes: those for which nothing paid are tried again from time to time, together."""
+        records, pays = [self._record(slot) for slot in slots], any(chosen)
+        ripe = any(record.idle + 1 >= record.wait for record, limit in zip(records, most, strict=True) if limit)
+        begins = ripe and (pays or self._credit + _TRIAL_SHARE >= 1.0)
+        for number, record in enumerate(records):
+            if begins and most[number] and not (chosen[number] or record.trial):
+                record.wait, record.trial = min(2 * record.wait, _LONGEST_WAIT), 1
+                record.kept *= min(1.0, _CERTAINTY / record.tried)
+                record.tried = min(record.tried, _CERTAINTY)
+            elif chosen[number]:
+                record.wait = _FIRST_WAIT
+            chosen[number] = max(chosen[number], min(record.trial, most[number]))
+            record.idle = 0 if chosen[number] or not most[number] else record.idle + 1
+        if any(chosen) and not pays:
+            self._credit -= 1.0
+        self._credit = min(self._credit + _TRIAL_SHARE, _MOST_TRIALS)
         return chosen
 
     def _record(self, slot: int) -> _Record:

@@ -1,24 +1,36 @@
-"""What became of each resident's proposals, and the search for the best lengths: the inner part of `adaptive`."""
+"""What became of each resident's proposals, and the search for the best lengths: the inner part of `adaptive`.
+
+`LengthRecords` decides in three layers: lengths that the model of costs chooses, trials of sequences for which nothing
+pays, and above both `ThroughputGuard`, which knows whether rounds with proposals really are faster.
+"""
 
 from libc.stdint cimport int32_t
 from libcpp.algorithm cimport sort
 from libcpp.vector cimport vector
 
+from edgellm.decoding._throughput_guard cimport ThroughputGuard
+
 cdef double FORGET = 0.9  # weight of what was known, at each new observation
 cdef double FORGET_OF_ALL = 0.98  # the same for what all sequences got
 cdef double FIRST_ACCEPTANCE = 0.7
 cdef double CERTAINTY = 4.0  # proposals that the first guess counts for
-cdef int32_t FIRST_WAIT = 16, LONGEST_WAIT = 128  # rounds after which a sequence for which nothing pays is tried again
 
 cdef int32_t ASKED_EVERY = 8  # rounds without proposals, after which it is looked again whether any would pay
 
+cdef int32_t FIRST_WAIT = 16, LONGEST_WAIT = 512  # rounds after which a sequence for which nothing pays is tried again
+cdef int32_t LONGEST_TRIED = 8  # tokens to which a trial that goes well doubles its proposals, from 1
+cdef double TRIAL_SHARE = 0.01  # of rounds, in which trials may propose while nothing pays
+cdef double MOST_TRIALS = 2.0  # rounds of them that are saved up, and there at first
+
 
 cdef struct Record:
-    # Proposals that were kept and that were tried, with weights that fade; rounds without any, and how many are due.
+    # Proposals that were kept and that were tried, with weights that fade; rounds without any, and after how many a
+    # trial is due; tokens that a trial proposes in the next round, 0 without one.
     double kept
     double tried
     int32_t idle
     int32_t wait
+    int32_t trial
 
 
 cdef struct Offer:
@@ -40,7 +52,7 @@ cdef bint comes_before(const Offer &one, const Offer &other) noexcept nogil:
 cdef Record new_record(double acceptance) noexcept nogil:
     cdef Record made
     made.kept, made.tried = acceptance * CERTAINTY, CERTAINTY
-    made.idle, made.wait = 0, FIRST_WAIT
+    made.idle, made.wait, made.trial = 0, FIRST_WAIT, 0
     return made
 
 
@@ -50,9 +62,14 @@ cdef class LengthRecords:
     cdef vector[Record] _records
     cdef vector[Offer] _offers
     cdef double _kept, _tried  # of all sequences
+    cdef ThroughputGuard _guard
+    cdef double _credit  # rounds that trials may propose in while nothing pays
+    cdef int32_t _rested  # rounds since it was looked at what pays
 
     def __cinit__(self):
         self._kept, self._tried = FIRST_ACCEPTANCE * CERTAINTY, CERTAINTY
+        self._guard = ThroughputGuard()
+        self._credit = MOST_TRIALS
 
     cdef int _reach(self, Py_ssize_t slot) except -1:
         if slot < 0:
@@ -66,6 +83,7 @@ cdef class LengthRecords:
         self._reach(slot)
         cdef Record *record = &self._records[slot]
         record.kept, record.tried = CERTAINTY * self._kept / self._tried, CERTAINTY
+        record.trial = 0
 
     def acceptance(self, Py_ssize_t slot):
         """Expected share of the slot's proposals that are kept."""
@@ -74,23 +92,33 @@ cdef class LengthRecords:
 
     def observe(self, Py_ssize_t slot, int32_t proposed, int32_t kept):
         """`kept` of `proposed` tokens were accepted; those behind the first refused one say nothing of theirs."""
-        if proposed <= 0:
-            return
         self._reach(slot)
         cdef Record *record = &self._records[slot]
+        record.trial = 2 * record.trial if 0 < proposed == kept and record.trial < LONGEST_TRIED else 0
+        if proposed <= 0:
+            return
         cdef int32_t tried = min(kept + 1, proposed)
         record.kept = FORGET * record.kept + kept
         record.tried = FORGET * record.tried + tried
         self._kept = FORGET_OF_ALL * self._kept + kept
         self._tried = FORGET_OF_ALL * self._tried + tried
         record.idle = 0
-        if kept:
-            record.wait = FIRST_WAIT
 
-    def limits(self, list slots, list most, double seconds, double per_row, double per_depth):
+    def observe_round(self, int32_t tokens, double seconds):
+        """The round that `limits`, `rest` or `start` was asked for last gave so many tokens; see `DraftLengths`."""
+        self._guard.observe(tokens, seconds)
+
+    def start(self, list slots, bint alone):
+        """A round that proposes as much as it may, since nothing is known of costs; `alone` as in `limits`."""
+        self._enter(len(slots))
+        if alone:
+            self._guard.note(True)
+
+    def limits(self, list slots, list most, double seconds, double per_row, double per_depth, bint alone=True):
         """Proposals worth making for each slot, at most `most` of it; see `DraftLengths`.
 
         Args:
+            alone: whether no prompt shares the step; a trial begins in no other.
             seconds: of the step without any proposal.
             per_row: that each proposal adds.  per_depth: that each token of the longest chain adds.
         """
@@ -103,6 +131,12 @@ cdef class LengthRecords:
             places.push_back(slots[i])
             allowed.push_back(most[i])
             longest = max(longest, allowed[i])
+        self._enter(count)
+        if self._guard.holds_back() and not (alone and self._due(slots, most)):
+            if alone:
+                self._pass(slots, most)
+            return [0] * count
+        self._rested = 0
         chosen.resize(count, 0)
         self._collect(places, allowed, seconds + longest * per_depth, per_row)
         for depth in range(1, longest + 1):
@@ -114,36 +148,75 @@ cdef class LengthRecords:
         for i in range(ends):
             if self._offers[i].place <= deepest:
                 chosen[self._offers[i].sequence] += 1
-        return self._with_probes(places, allowed, chosen)
+        return self._with_trials(places, allowed, chosen, alone, alone and self._is_ripe(slots, most))
 
     def rest(self, list slots, list most):
-        """Count a round without proposals for every slot, where none proposed before and none is to be looked at."""
-        cdef Py_ssize_t i, slot
-        cdef Record *record
-        for i in range(len(slots)):
-            slot = slots[i]
-            self._reach(slot)
-            record = &self._records[slot]
-            if <int32_t>most[i] <= 0:
-                continue
-            if record.idle == 0 or record.idle + 1 >= record.wait or (record.idle + 1) % ASKED_EVERY == 0:
-                return False
-        for i in range(len(slots)):
-            if <int32_t>most[i] > 0:
-                self._records[<Py_ssize_t>slots[i]].idle += 1
+        """Count a round without proposals for every slot, where the guard wants one or none proposed before."""
+        self._enter(len(slots))
+        if self._due(slots, most):
+            return False
+        if not self._guard.holds_back() and (self._rested + 1 >= ASKED_EVERY or self._goes_on(slots, most)):
+            return False
+        self._pass(slots, most)
         return True
 
     def stay_idle(self, list slots, list most):
         """Whether no slot is likely to propose in the next round: none did in this one, and no trial is due."""
-        cdef Py_ssize_t i, slot
+        if self._due(slots, most):
+            return False
+        return self._guard.holds_back_next() or not self._goes_on(slots, most)
+
+    cdef void _enter(self, Py_ssize_t count) noexcept nogil:
+        if self._guard.enter(count):
+            self._rested = ASKED_EVERY  # what pays may be another thing with so many
+
+    cdef int _pass(self, list slots, list most) except -1:
+        """A round without proposals, and without a look at what would pay."""
         cdef Record *record
+        cdef Py_ssize_t i
+        for i in range(len(slots)):
+            record = &self._records[<Py_ssize_t>slots[i]]
+            # Behind a sample a sequence goes on as before.
+            if <int32_t>most[i] > 0 and (record.idle or not self._guard.is_sampling()):
+                record.idle += 1
+        self._rested += 1
+        self._guard.note(False)
+        self._earn()
+        return 0
+
+    cdef bint _goes_on(self, list slots, list most) except -1:
+        """Whether a slot proposed in the latest round that was no sample, or may be in a trial."""
+        cdef Py_ssize_t i, slot
+        if self._guard.is_trying():
+            return True
+        for i in range(len(slots)):
+            slot = slots[i]
+            self._reach(slot)
+            if <int32_t>most[i] > 0 and self._records[slot].idle == 0:
+                return True
+        return False
+
+    cdef bint _due(self, list slots, list most) except -1:
+        """Whether a trial begins in the next round, though nothing pays."""
+        return not self._guard.is_sampling() and self._has_credit() and self._is_ripe(slots, most)
+
+    cdef bint _is_ripe(self, list slots, list most) except -1:
+        """Whether a slot has waited long enough for a trial in the next round."""
+        cdef Record *record
+        cdef Py_ssize_t i, slot
         for i in range(len(slots)):
             slot = slots[i]
             self._reach(slot)
             record = &self._records[slot]
-            if <int32_t>most[i] > 0 and (record.idle == 0 or record.idle + 1 >= record.wait):
-                return False
-        return True
+            if <int32_t>most[i] > 0 and record.idle + 1 >= record.wait:
+                return True
+        return False
+
+    cdef bint _has_credit(self) noexcept nogil:
+        return self._credit + TRIAL_SHARE >= 1.0
+
+    cdef void _earn(self) noexcept nogil:
+        self._credit = min(self._credit + TRIAL_SHARE, MOST_TRIALS)
 
     cdef int _collect(
         self, const vector[int32_t] &places, const vector[int32_t] &allowed, double seconds, double per_row
@@ -186,23 +259,47 @@ cdef class LengthRecords:
         rate[0] = expected / seconds if seconds else 0.0
         return self._offers.size()
 
-    cdef list _with_probes(
-        self, const vector[int32_t] &places, const vector[int32_t] &allowed, const vector[int32_t] &chosen
+    cdef list _with_trials(
+        self,
+        const vector[int32_t] &places,
+        const vector[int32_t] &allowed,
+        const vector[int32_t] &chosen,
+        bint alone,
+        bint ripe,
     ):
-        """What a sequence writes changes: one for which nothing paid is tried again from time to time."""
-        cdef Record *record
+        """What a sequence writes changes: those for which nothing paid are tried again from time to time, together.
+
+        Beside proposals that pay a trial costs no more than its rows; alone it has to have credit.
+        """
+        cdef bint closed = self._guard.is_closed(), pays = False, proposes = False, begins
+        cdef int32_t length
         cdef Py_ssize_t i
         cdef list lengths = []
         for i in range(<Py_ssize_t>places.size()):
-            record = &self._records[places[i]]
-            if chosen[i] or not allowed[i]:
-                record.idle = 0
-                lengths.append(chosen[i])
-                continue
-            record.idle += 1
-            if record.idle < record.wait:
-                lengths.append(0)
-                continue
-            record.idle, record.wait = 0, min(2 * record.wait, LONGEST_WAIT)
-            lengths.append(1)
+            pays = pays or chosen[i] > 0
+        begins = ripe and not self._guard.is_trying() and (self._has_credit() or (pays and not closed))
+        if begins and closed:
+            self._guard.begin_trial()
+        for i in range(<Py_ssize_t>places.size()):
+            length = self._length(&self._records[places[i]], allowed[i], chosen[i], begins)
+            proposes = proposes or length > 0
+            lengths.append(length)
+        if proposes and (closed or not pays):
+            self._credit -= 1.0
+        if alone:
+            self._guard.note(proposes)
+            self._earn()
         return lengths
+
+    cdef int32_t _length(self, Record *record, int32_t allowed, int32_t chosen, bint begins) noexcept nogil:
+        cdef bint closed = self._guard.is_closed()
+        if begins and allowed and (closed or not (chosen or record.trial)):
+            record.wait, record.trial = min(2 * record.wait, LONGEST_WAIT), 1
+            # It may have changed since: the past counts as a first guess does.
+            record.kept *= min(1.0, CERTAINTY / record.tried)
+            record.tried = min(record.tried, CERTAINTY)
+        elif chosen and not closed:
+            record.wait = FIRST_WAIT
+        cdef int32_t length = max(chosen, min(record.trial, allowed))
+        record.idle = 0 if length or not allowed else record.idle + 1
+        return length

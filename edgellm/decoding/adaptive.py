@@ -8,6 +8,16 @@ costs its first rounds once, not once a request.  For each length of the longest
 next best one raises tokens a second, which is optimal for this model because their gains only fall; the best length is
 taken, and none at all where that is best.  (The trade-off is that of Leviathan et al., "Fast Inference from
 Transformers via Speculative Decoding", 2023, section 3.3, for a batch and measured costs.)
+
+That model knows nothing of steps that run ahead of the host, which hide its work in rounds without proposals alone.  So
+a guard (`_throughput_guard`) compares what rounds of both kinds bring, tokens by seconds from the end of one to the end
+of the next; where proposing is not faster nothing is proposed, whatever the model says.  To know both speeds four
+rounds in a row propose nothing behind the first four that propose, and again ever more rarely, down to every 512.
+
+A sequence for which nothing pays is tried again after 16, 32, ... 512 rounds, and all others that are idle with it:
+with one token, then with twice as many while all are kept.  Where the guard held proposals back a trial is up to four
+rounds in a row, as long as they are promising.  While nothing pays at most one round of 100 goes to trials, the first
+two apart.  How long a slot has waited is no matter of the sequence in it: short answers get their turn too.
 """
 
 from __future__ import annotations
@@ -130,14 +140,25 @@ class DraftLengths:
             other_rows: rows of the step that are not of these slots: prompt chunks.
         """
         if not self.times.weight:
+            self._records.start(list(slots), not other_rows)
             return list(most)
         idle = self.times.predict(len(slots) + other_rows) + self.proposing.predict(0)
-        return self._records.limits(list(slots), list(most), idle, self.times.per_row, self.per_depth)
+        costs = idle, self.times.per_row, self.per_depth
+        return self._records.limits(list(slots), list(most), *costs, not other_rows)
+
+    def observe_round(self, tokens: int, seconds: float) -> None:
+        """The latest round brought so many tokens; to be told of every round, behind `observe`.
+
+        Args:
+            seconds: since the end of the round before; 0 where it or this one had prompt work.
+        """
+        self._records.observe_round(tokens, seconds)
 
     def rest(self, slots: Sequence[int], most: Sequence[int]) -> bool:
         """Whether this round passes without proposals and without asking `limits`, which then counts as one.
 
         So it is where none of these slots proposed in the round before: what pays changes slowly, looking takes time.
+        And so it is where the guard holds proposals back.
 
         Args:
             most: what each is allowed.

@@ -92,7 +92,8 @@ class ChainDecoder(DecodingStrategy):
         self.num_drafts = num_drafts
         self._lengths = lengths
         self._prompt_ends: dict[int, int] = {}
-        # Seconds between two rounds, and when the latest ended: a round without proposals costs them too.
+        # Seconds between two rounds, which one without proposals costs too, and when the latest ended; 0 where it had
+        # prompt work.
         self._between = self._ended = 0.0
         self._asked: tuple[list[int], list[int]] = ([], [])  # slots of this round, and most proposals of each
 
@@ -121,10 +122,11 @@ class ChainDecoder(DecodingStrategy):
         slots: list[int] = batch.state_index.tolist()
         decoding = self._decode_rows(batch, slots)
         only_decodes = len(decoding) == len(slots)
-        if only_decodes and self._ended:
-            self._between = perf_counter() - self._ended
         tokens = self._run_round(cast("VerifyingExecutor", executor), batch, slots, decoding, sampler, rows)
-        self._ended = perf_counter() if only_decodes else 0.0
+        ended = perf_counter() if only_decodes else 0.0
+        if self._lengths is not None:
+            self._lengths.observe_round(sum(tokens.committed), ended - self._ended if ended and self._ended else 0.0)
+        self._ended = ended
         return tokens
 
     def _run_round(
@@ -141,6 +143,8 @@ class ChainDecoder(DecodingStrategy):
             self.pass_round(batch, slots)
             return self._run_plain(verifier, batch, slots, sampler, rows)
         started = perf_counter()
+        if self._ended and len(decoding) == len(slots):
+            self._between = started - self._ended
         proposals = self._propose(verifier, batch, decoding)
         proposed = perf_counter()
         if plain and not any(proposals):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_core_stubs import built_names, built_parameters, declared_names, same_parameters, stub_parameters
 
-from edgellm.decoding import _length_records
+from edgellm.decoding import _length_records, _throughput_guard
 from edgellm.decoding.adaptive import DraftLengths, StepTimes
 
 
@@ -104,12 +104,54 @@ def test_no_choice_of_lengths_gives_more_tokens_a_second(per_row: float) -> None
 def test_a_sequence_for_which_nothing_pays_is_tried_again_now_and_then() -> None:
     lengths = taught(1.0, 0.5)
     keep(lengths, 0, 0.0)
-    asked = [lengths.limits([0], [4])[0] for _ in range(16 + 32 + 64 + 128 + 128)]
-    assert [place + 1 for place, number in enumerate(asked) if number] == [16, 48, 112, 240, 368]  # ever more rarely
+    asked = []
+    for _ in range(16 + 32 + 64 + 128 + 256 + 512 + 512):
+        asked.append(lengths.limits([0], [4])[0])
+        lengths.observe(0, asked[-1], 0)
+    tried = [place + 1 for place, number in enumerate(asked) if number]
+    assert tried == [16, 48, 115, 243, 499, 1011]  # ever more rarely, and one round of a hundred at most
     assert set(asked) == {0, 1}
-    lengths.observe(0, 1, 1)
-    asked = [lengths.limits([0], [1])[0] for _ in range(17)]
-    assert asked.count(1) >= 1  # what was kept once is tried again soon
+
+
+def test_a_trial_goes_on_with_twice_as_many_while_all_are_kept() -> None:
+    lengths = taught(1.0, 0.5)
+    keep(lengths, 0, 0.0)
+    asked = []
+    for _ in range(20):
+        asked.append(lengths.limits([0], [5])[0])
+        lengths.observe(0, asked[-1], min(asked[-1], 3))
+    assert asked[14:18] == [0, 1, 2, 4]
+    assert asked[18] <= 1
+
+
+def test_a_trial_takes_along_all_that_are_idle() -> None:
+    lengths = taught(1.0, 0.5)
+    for slot in range(3):
+        keep(lengths, slot, 0.0)
+    slots, tried = [0], []
+    for number in range(60):
+        slots = [0] if number < 5 else [0, 1] if number < 12 else [0, 1, 2]
+        chosen = lengths.limits(slots, [4] * len(slots))
+        for slot, proposed in zip(slots, chosen, strict=True):
+            lengths.observe(slot, proposed, 0)
+        if any(chosen):
+            tried.append((number + 1, chosen))
+    assert tried == [(16, [1, 1, 1]), (48, [1, 1, 1])]
+
+
+def test_a_new_request_does_not_start_the_trials_anew() -> None:
+    lengths = taught(1.0, 0.5)
+    keep(lengths, 0, 0.0)
+    tried = []
+    for number in range(250):
+        if number % 10 == 0:
+            lengths.unseat(0)
+            lengths.seat(0)
+        chosen = lengths.limits([0], [4])[0]
+        lengths.observe(0, chosen, 0)
+        if chosen:
+            tried.append(number + 1)
+    assert tried == [16, 48, 115, 243]
 
 
 def test_a_sequence_that_gets_better_is_found_out() -> None:
@@ -259,3 +301,10 @@ def test_the_stub_declares_the_records() -> None:
     for name, declared in methods.items():
         built = inspect.signature(getattr(_length_records.LengthRecords, name))
         assert same_parameters(stub_parameters(declared), built_parameters(built)), name
+
+
+def test_the_stub_declares_the_guard() -> None:
+    stub_path = Path(_throughput_guard.__file__).with_name("_throughput_guard.pyi")
+    stub = declared_names(ast.parse(stub_path.read_text(encoding="utf-8")).body)
+    assert set(stub) == built_names(_throughput_guard) == {"ThroughputGuard"}
+    assert all(name.startswith("_") for name in vars(_throughput_guard.ThroughputGuard))
