@@ -15,7 +15,6 @@ from libc.math cimport sqrt
 cdef int32_t NUM_BUCKETS = 32  # 1, 2, 3 to 4, 5 to 8, ... residents
 cdef int32_t SAMPLE_ROUNDS = 4, TRIAL_ROUNDS = 4  # in a row; the first is not measured
 cdef int32_t FIRST_GAP = 3, SHORT_GAP = 32, LONGEST_GAP = 512  # measured rounds with proposals between two samples
-cdef double SAMPLE_WEIGHT = 8.0  # rounds that what earlier samples found counts for in the next one
 cdef double FADE_OF_IDLE = 0.98, FADE_OF_PROPOSING = 0.95  # what a sequence writes changes sooner than the machine
 cdef double STALL = 3.0  # times the mean: a round that took longer is not measured
 cdef int32_t STALLS_IN_A_ROW = 4  # from which on they are the new pace
@@ -123,8 +122,8 @@ cdef class ThroughputGuard:
             self._count, self._changed = count, True
         cdef Bucket *bucket = self._bucket
         if not bucket.closed and bucket.since >= bucket.gap:
+            scale(&bucket.idle, FADE_OF_IDLE**bucket.since)  # for the rounds in which none was seen
             bucket.since, self._sample_left = 0, SAMPLE_ROUNDS
-            scale(&bucket.idle, min(1.0, SAMPLE_WEIGHT / max(bucket.idle.rounds, 1.0)))
         return other
 
     cdef bint is_closed(self) noexcept nogil:

@@ -87,14 +87,12 @@ def test_a_draft_near_the_edge_is_no_worse_than_none(
     assert decoder.speed >= 0.98 - slack
 
 
-@residents
-@noises
-def test_rounds_that_become_slower_and_slower_close_nothing(
-    residents: int, noise: float, seed: int, slack: float
-) -> None:
+@pytest.mark.parametrize("residents", [4, 8, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_that_become_slower_and_slower_close_nothing(residents: int, seed: int) -> None:
     """Contexts grow, and with them the seconds of idle rounds, which nobody has measured since."""
-    decoder = SimulatedDecoder(residents, always(0.8), 1.5, noise, seed, drift=0.002).run(ROUNDS)
-    assert ROUNDS - len(decoder.proposed_in) <= ROUNDS // 50
+    decoder = SimulatedDecoder(residents, always(0.8), 2.2, seed=seed, drift=0.005).run(ROUNDS)
+    assert ROUNDS - len(decoder.proposed_in) <= ROUNDS // 20
 
 
 @residents
@@ -126,7 +124,7 @@ def test_a_draft_that_stops_paying_is_left_alone(residents: int, noise: float, s
     tokens, seconds = decoder.tokens, decoder.seconds
     decoder.run(1000)
     assert (decoder.tokens - tokens) / (decoder.seconds - seconds) / residents >= 0.96 - slack
-    assert proposing_since(decoder, 1070) <= 16
+    assert proposing_since(decoder, 1100) <= 16  # trials alone
 
 
 @pytest.mark.parametrize(("cost", "least"), [(1.1, 1.22), (2.5, 0.98)])
@@ -198,6 +196,23 @@ def test_rounds_with_prompts_are_not_measured() -> None:
         lengths.observe(0, chosen[0], chosen[0])
         lengths.observe_round(70, 0.0)
         assert chosen == [4]
+
+
+def test_a_round_behind_one_with_prompts_is_not_measured() -> None:
+    rounds = Rounds().run(1.5, kept=1, rounds=60)
+    for _ in range(60):
+        rounds.lengths.limits(rounds.slots, [4] * 8, 64)
+        rounds.lengths.observe_round(70, 0.0)
+        rounds.run(0.0, kept=1).run(1.5, kept=1)
+    assert sum(rounds.proposes[-60:]) > 50
+
+
+def test_rounds_with_more_or_fewer_residents_than_the_one_before_are_not_measured() -> None:
+    rounds = Rounds(8).run(1.5, kept=1, rounds=60)
+    for count in [7, 8] * 60:
+        rounds.slots = list(range(count))
+        rounds.run(2.9, kept=1).run(1.5, kept=1)
+    assert sum(rounds.proposes[-100:]) > 80
 
 
 def test_each_power_of_two_of_residents_is_judged_apart() -> None:
