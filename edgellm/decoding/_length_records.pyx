@@ -173,9 +173,11 @@ cdef class LengthRecords:
     cdef int _pass(self, list slots, list most) except -1:
         """A round without proposals, and without a look at what would pay."""
         cdef Record *record
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, slot
         for i in range(len(slots)):
-            record = &self._records[<Py_ssize_t>slots[i]]
+            slot = slots[i]
+            self._reach(slot)
+            record = &self._records[slot]
             # Behind a sample a sequence goes on as before.
             if <int32_t>most[i] > 0 and (record.idle or not self._guard.is_sampling()):
                 record.idle += 1

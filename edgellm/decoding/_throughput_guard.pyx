@@ -149,7 +149,7 @@ cdef class ThroughputGuard:
 
     cdef void note(self, bint proposes) noexcept nogil:
         """What becomes of this round, whose rows all decode.  A trial ends where nothing is worth proposing."""
-        self._kind = PROPOSING if proposes else IDLE
+        self._kind = PROPOSING if proposes else IDLE if self._count else UNMEASURED
         if not proposes:
             self._trial_left = 0
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from edgellm.decoding.adaptive import DraftLengths
 from edgellm.decoding.base import DecodingSeat, DecodingStrategy
 from edgellm.decoding.chain import ChainDecoder, KeptRow, widen
 from edgellm.decoding.verify import verify_runs
@@ -121,8 +122,8 @@ class Counting(ChainDecoder):
 
     name = "counting"
 
-    def __init__(self) -> None:
-        super().__init__(3)
+    def __init__(self, lengths: DraftLengths | None = None) -> None:
+        super().__init__(3, lengths)
         self.limits: list[int] = []
         self.kept: list[KeptRow] = []
 
@@ -173,6 +174,44 @@ def test_a_step_of_chunks_and_decode_rows() -> None:
         (0, 4, [3, 4], [4, 5]),
         (1, 6, [6, 7, 8], [7, 8, 2]),
     ]
+
+
+class Clock:
+    """Goes on when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Listening(DraftLengths):
+    """Remembers what it was told of rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds: list[tuple[int, float]] = []
+
+    def observe_round(self, tokens: int, seconds: float) -> None:
+        self.rounds.append((tokens, seconds))
+        super().observe_round(tokens, seconds)
+
+
+def test_rounds_are_measured_from_end_to_end_unless_they_or_those_before_have_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, lengths = Clock(), Listening()
+    monkeypatch.setattr("edgellm.decoding.chain.perf_counter", clock)
+    decoder, executor = Counting(lengths), Successor()
+    seated(decoder, 0, 1)
+    decodes, mixed = batch_of((0, 4, [3], True), (1, 6, [8], True)), batch_of((0, 4, [3], True), (1, 0, [4, 5], False))
+    for batch, rows in ((decodes, 2), (decodes, 2), (mixed, 1), (decodes, 2), (decodes, 2)):
+        decoder.run_step(executor, batch, Sampler(), [state() for _ in range(rows)])  # type: ignore[arg-type]
+        clock.now += 0.5
+    seconds = [spent for _, spent in lengths.rounds]
+    assert seconds == [0.0, 0.5, 0.0, 0.0, 0.5]
+    assert lengths.rounds[0][0] == 5  # 4 to 7 behind 3, 2 behind 8
 
 
 def test_a_slot_nobody_seated_is_a_broken_invariant() -> None:
