@@ -8,10 +8,8 @@ from edgellm.errors import InvariantError
 
 cdef Py_ssize_t STRIDE = 128, STEP = 8  # entries that are compared at once
 cdef int32_t LEAST_ROWS = 4  # fewer leave most of a tile of the kernel empty
-cdef int64_t LEAST_SAVED = 16_384  # tokens: what two more launches cost, about, where K and V of a token are 4 KiB
 
 MIN_SHARED_ROWS = LEAST_ROWS
-MIN_SAVED_TOKENS = LEAST_SAVED
 
 
 cdef struct Group:
@@ -20,13 +18,9 @@ cdef struct Group:
     Py_ssize_t rows
 
 
-cdef bint _pays(int64_t rows, int64_t tokens) noexcept nogil:
-    return rows >= LEAST_ROWS and (rows - 1) * tokens >= LEAST_SAVED
-
-
-def sharing_pays(int64_t rows, int64_t tokens):
-    """Whether to read a prefix of `tokens` tokens once for `rows` rows instead of once for each."""
-    return _pays(rows, tokens)
+cdef bint _pays(int64_t rows, int64_t tokens, int64_t least) noexcept nogil:
+    """Whether `rows` rows that read a prefix of `tokens` tokens together save at least `least` tokens."""
+    return rows >= LEAST_ROWS and (rows - 1) * tokens >= least
 
 
 cdef Py_ssize_t _common(const int32_t *a, const int32_t *b, Py_ssize_t most) noexcept nogil:
@@ -45,6 +39,7 @@ cdef class _Finder:
     """Rows that are in no group yet, and what they have in common with one of them, the leader."""
 
     cdef Py_ssize_t rows, page_size
+    cdef int64_t least  # tokens that a group has to save
     cdef vector[const int32_t *] pages
     cdef vector[Py_ssize_t] whole  # pages of a row that nobody writes in this step
     cdef vector[Py_ssize_t] group_of  # -1: none
@@ -54,7 +49,7 @@ cdef class _Finder:
 
     cdef Py_ssize_t _least_pages(self, Py_ssize_t rows) noexcept nogil:
         """The fewest pages that pay for so many rows."""
-        return max(1, (LEAST_SAVED + (rows - 1) * self.page_size - 1) // ((rows - 1) * self.page_size))
+        return max(1, (self.least + (rows - 1) * self.page_size - 1) // ((rows - 1) * self.page_size))
 
     cdef bint _find_mates(self, Py_ssize_t leader) noexcept nogil:
         """Only rows that agree with the leader in one page that every group of so many shares; whether any pays."""
@@ -96,7 +91,7 @@ cdef class _Finder:
                 continue
             rows += self.sharing[pages]
             saved = (rows - 1) * pages
-            if saved > most and _pays(rows, pages * self.page_size):
+            if saved > most and _pays(rows, pages * self.page_size, self.least):
                 most, best.pages, best.rows = saved, pages, rows
         return best
 
@@ -135,6 +130,7 @@ def find_shared_prefixes(
     const int32_t[:, ::1] page_rows,
     Py_ssize_t first,
     Py_ssize_t page_size,
+    int64_t least_saved,
     int32_t[::1] shared,
     int32_t[::1] members,
     int32_t[::1] group_start,
@@ -144,6 +140,7 @@ def find_shared_prefixes(
     Rows are taken in order: each gathers those that save most together with it, of what is left.
 
     Args:
+        least_saved: tokens that a group saves at least, (rows - 1) times those of its prefix.
         shared: (>= rows,) to be filled: tokens of each row's prefix, 0 in no group.
         members: (>= rows,) to be filled: rows, counted from `first`, group by group.
         group_start: (most groups + 1,) to be filled: where each group's members begin; the largest are kept.
@@ -158,7 +155,7 @@ def find_shared_prefixes(
         raise InvariantError(f"{rows} rows do not fit tables of {len(shared)}, {len(members)} and {len(group_start)}")
     cdef vector[Group] found
     cdef _Finder finder = _Finder.__new__(_Finder)
-    finder.rows, finder.page_size = rows, page_size
+    finder.rows, finder.page_size, finder.least = rows, page_size, least_saved
     for row in range(first, first + rows):
         finder.pages.push_back(&page_rows[state_index[row], 0])
         finder.whole.push_back(past_len[row] // page_size)

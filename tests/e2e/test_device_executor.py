@@ -111,8 +111,9 @@ class SplitPlacement(ReferencePlacement):
     mode = AttentionMode.SPLIT
 
 
-def test_requests_with_one_long_prompt_read_its_pages_together(tmp_path: Path) -> None:
+def test_requests_with_one_long_prompt_read_its_pages_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the cache lets requests lease together is what decode rows attend to together; the tokens stay."""
+    monkeypatch.setattr("edgellm.runtime.shared_prefix.MIN_SAVED_TOKENS", 16_384)
     folder = write_tiny_llama(
         tmp_path, head_dim=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096
     )

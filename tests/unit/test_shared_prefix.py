@@ -20,7 +20,7 @@ from edgellm.models.config import KVLayer, ModelConfig, RopeConfig
 from edgellm.models.device_attention import AttentionMode
 from edgellm.models.device_ops import reference_ops
 from edgellm.models.registry import Architecture
-from edgellm.runtime import _shared_prefix
+from edgellm.runtime import _shared_prefix, shared_prefix
 from edgellm.runtime.batch import RaggedBatch
 from edgellm.runtime.device import CpuDevice
 from edgellm.runtime.executor_cuda import CudaExecutor, ExecutorLimits
@@ -31,6 +31,12 @@ from edgellm.testing.random_model import random_model
 
 PAGE_SIZE = 16
 LONG = 6_000  # tokens that pay for four rows
+
+
+@pytest.fixture(autouse=True)
+def _small_groups_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts stay short."""
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_TOKENS", 16_384)
 
 
 def table_of(rows: list[tuple[list[Any], int]]) -> tuple[np.ndarray, list[int]]:
@@ -82,6 +88,15 @@ def test_sharing_pays_where_enough_is_not_read_again() -> None:
     assert sharing_pays(17, 1024)
     assert not sharing_pays(17, 1008)
     assert not sharing_pays(64, 0)
+
+
+def test_what_was_measured_to_pay_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    slower = [(8, 2_048), (8, 4_096), (16, 1_024), (16, 4_096), (32, 1_024)]
+    faster = [(8, 16_384), (16, 16_384), (32, 4_096), (64, 2_048), (256, 2_048)]
+    assert [sharing_pays(*shape) for shape in slower + faster] == [False] * 5 + [True] * 5
+    assert find(decode_batch([([("prompt", LONG)], 1)] * 11)) is None
+    assert groups_of(find(decode_batch([([("prompt", LONG)], 1)] * 12))) == [(LONG, list(range(12)))]
 
 
 def test_all_rows_with_one_prefix() -> None:
@@ -174,7 +189,7 @@ def test_tables_without_room_are_a_broken_invariant() -> None:
     small, room = np.zeros(3, np.int32), np.zeros(4, np.int32)
     with pytest.raises(InvariantError, match="4 rows do not fit"):
         _shared_prefix.find_shared_prefixes(
-            batch.past_len, batch.state_index, batch.page_rows, 0, 16, small, room, np.zeros(3, np.int32)
+            batch.past_len, batch.state_index, batch.page_rows, 0, 16, 1, small, room, np.zeros(3, np.int32)
         )
 
 

@@ -176,8 +176,11 @@ def test_copied_pages_and_shared_pages_give_the_same_logits() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-def test_rows_that_share_a_prefix_attend_to_it_together(kv_dtype: torch.dtype | None) -> None:
+def test_rows_that_share_a_prefix_attend_to_it_together(
+    kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Close to each row by itself; replays have the bits of eager steps while rows leave, come, and share nothing."""
+    monkeypatch.setattr("edgellm.runtime.shared_prefix.MIN_SAVED_TOKENS", 16_384)
     model = small_model(torch.bfloat16, max_positions=4096)
     pages_per_slot, prefix = 160, 150 * PAGE_SIZE
     page_rows = permuted_page_rows(NUM_SLOTS, pages_per_slot, seed=13)
