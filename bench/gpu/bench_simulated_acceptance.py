@@ -101,11 +101,6 @@ def write_head(folder: Path, target: ModelConfig, draft_vocab: int, device: str)
     return folder
 
 
-def always(head: Path, drafts: int) -> SpeculativeOptions:
-    """So many proposals in every round, whatever they bring."""
-    return SpeculativeOptions(decoder="eagle", draft=head, num_drafts=drafts, adaptive=False)
-
-
 def open_engines(options: argparse.Namespace, folder: Path) -> dict[int, Engine]:
     """By proposals a round, 0 for plain decoding; all over one set of weights."""
     config = qwen3_config(options.model)
@@ -121,9 +116,10 @@ def open_engines(options: argparse.Namespace, folder: Path) -> dict[int, Engine]
     placement = place(options.device, choice().placement_options())
     model = random_model(config, dtype=getattr(torch, options.dtype), device=options.device)
     head = write_head(folder / "head", config, min(32_000, config.vocab_size), options.device)
+    speculation = partial(SpeculativeOptions, decoder="eagle", draft=head, adaptive=options.adaptive)
     made = {}
     for drafts in (0, *options.drafts):
-        given = choice(speculative=always(head, drafts) if drafts else None)
+        given = choice(speculative=speculation(num_drafts=drafts) if drafts else None)
         made[drafts] = Engine.from_parts(connect(given, placement, model, ToyTokenizer(config.vocab_size)))
     return made
 
@@ -143,7 +139,7 @@ def report(engines: dict[int, Engine], coins: Coins, batch: int, options: argpar
         for drafts, engine in engines.items():
             coins.rounds = coins.tokens = 0
             took = seconds_of(engine, batch, options)
-            kept[drafts] = coins.tokens / max(coins.rounds, 1)
+            kept[drafts] = coins.tokens / coins.rounds if coins.rounds else 1.0  # of rounds with proposals
             if number:  # the first warms up: graphs, cached prompts
                 seconds[drafts].append(took)
     plain = statistics.median(seconds[0])
@@ -162,6 +158,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--drafts", type=int, nargs="+", default=[3, 5])
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--adaptive", action="store_true", help="lengths that adapt, not all the same")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
@@ -172,7 +169,7 @@ def main() -> None:
     edgellm.decoding.chain.verify_runs = coins
     card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"{card}, torch {torch.__version__}, {options.model}, {options.dtype}")
-    print(f"acceptance SIMULATED: {options.shares}")
+    print(f"acceptance SIMULATED: {options.shares}; {'adaptive' if options.adaptive else 'fixed'} lengths")
     print("  N drafts plain t/s draft t/s  ratio t/round  ms/round  ms/plain")
     with tempfile.TemporaryDirectory() as folder:
         engines = open_engines(options, Path(folder))
