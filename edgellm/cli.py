@@ -23,7 +23,7 @@ from edgellm.errors import EdgeLLMError, InvalidArgumentError
 from edgellm.fetch import DEFAULT_MODEL
 from edgellm.log import show_on_stderr
 from edgellm.memory import count
-from edgellm.terminal import fetch_progress, load_progress, waiting
+from edgellm.terminal import fetch_progress, load_progress, piped_width, waiting
 
 if TYPE_CHECKING:
     from edgellm.decoding.options import SpeculativeOptions
@@ -41,7 +41,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 # Answers go to stdout, everything about them to stderr, so that output can be piped.
-out = Console(soft_wrap=True, highlight=False, markup=False)
+out = Console(soft_wrap=True, highlight=False, markup=False, width=piped_width())
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 TIME_DECIMALS = 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,6 +15,14 @@ from rich.text import Text
 from edgellm.memory import format_bytes
 
 NAME_WIDTH = 32
+PIPED_WIDTH = 120  # columns of a table that goes to no terminal, where COLUMNS does not say
+
+
+def piped_width() -> int | None:
+    """Columns of standard output where it is no terminal; None leaves the width to the terminal."""
+    if sys.stdout is None or sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size((PIPED_WIDTH, 0)).columns
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[object]:

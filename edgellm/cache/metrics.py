@@ -29,9 +29,10 @@ class ContextCacheMetrics:
     `publication_attempts == committed_publications + existing_publications`.
 
     Attributes:
-        hit_sequences: sequences of which some prompt tokens were known (a full rewind to 0 counts).
+        hit_sequences: sequences of which some prompt tokens were known at admission (a full rewind to 0 counts).
         lookup_bypass_sequences: private pages by policy.
-        matched_tokens, reused_tokens: prompt tokens known, and those not computed again.
+        matched_tokens, reused_tokens: prompt tokens known at admission, and those of them not computed again; what came
+            later is in `rebound_tokens`, and answers' reuse reports have the sum of both.
         publication_attempts: endpoints offered for retention at prefill end and decode end.
         block_publications: publications of completed chunks and generated blocks, without an endpoint.
         published_blocks: blocks that became findable, over all publications.

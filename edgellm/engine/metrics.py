@@ -117,7 +117,8 @@ class EngineMetrics:
         inter_token: time between two tokens of one sequence: one record a decode row, see `EngineActor`.
         step_duration: `session.execute` alone.
         steps_context, steps_decode: steps by `StepResult.work`; steps_compact of them ran compact.
-        prefill_tokens, decode_tokens: query tokens executed.
+        prefill_tokens, decode_tokens: query tokens of the steps that ran.  Of those of prompts the ones that a request
+            in flight had computed by then were not computed again: `rebound_tokens` of the cache's metrics.
         proposed_draft_tokens, accepted_draft_tokens: under speculative decoding, draft tokens that were verified, and
             those that are in the texts, of all requests that ended.
         budget_steps: steps that the step-time budget bounded; steps_over_budget of them took longer than it.

@@ -50,7 +50,10 @@ def choose_device(wanted: str) -> DeviceChoice:
     device = _named(wanted)
     refusal = why_unusable(device)
     if refusal:
-        raise InvalidArgumentError(f"device is {wanted!r}, which cannot be used: {refusal}; or pass device='cpu'")
+        raise InvalidArgumentError(
+            f"device is {wanted!r}, which cannot be used: {refusal}; mend that ('edgellm doctor' says what is there) "
+            "or pass device='cpu'"
+        )
     return DeviceChoice(device, "it was asked for")
 
 
@@ -76,7 +79,7 @@ def _automatic() -> DeviceChoice:
 def why_unusable(device: torch.device) -> str:
     """Why our kernels cannot run on a CUDA device; empty when they can."""
     if not torch.cuda.is_available():
-        build = "it is a build without CUDA" if torch.version.cuda is None else "no driver or no device"
+        build = "no driver or no device" if torch.version.cuda else "a build without CUDA; one with it is needed"
         return f"torch {torch.__version__} sees no CUDA device ({build})"
     if device.index >= torch.cuda.device_count():
         return f"torch sees {count(torch.cuda.device_count(), 'CUDA device')}, numbered from 0"

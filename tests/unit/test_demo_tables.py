@@ -20,6 +20,7 @@ from edgellm.demo_speculative import answer_table
 from edgellm.fetch import DEFAULT_MODEL
 from edgellm.outputs import RequestTimings
 from edgellm.sampling.params import SamplingParams
+from edgellm.terminal import piped_width
 
 
 def output(
@@ -64,6 +65,17 @@ def test_the_ways_take_turns_and_the_best_run_of_each_counts() -> None:
     assert pair.same
     assert rows_of(answer_table([pair], "mtp")) == [["1", "10", "8", "4", "6", "10.0", "15.0", "1.50x"]]
     assert rows_of(hybrid_table([pair])) == [["1", "3", "0", "0", "10", "8", "4", "6", "10.0", "15.0", "1.50x"]]
+
+
+def test_a_table_fits_what_is_piped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    pair = Pair("a", (output(130.25, kept=100, reused=12_345),), (output(144.75, kept=100, reused=12_345),))
+    text = io.StringIO()
+    monkeypatch.setattr("sys.stdout", text)
+    Console(file=text, width=piped_width(), soft_wrap=True).print(hybrid_table([pair]))
+    assert "…" not in text.getvalue()
+    monkeypatch.setenv("COLUMNS", "77")
+    assert piped_width() == 77
 
 
 def test_nothing_kept_is_as_many_steps_as_tokens() -> None:
