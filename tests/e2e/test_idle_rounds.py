@@ -134,18 +134,28 @@ def test_the_text_is_plain_decodings_whatever_was_guessed(
 
 
 class Listening:
-    """Remembers every chain that a decoder proposes, with the sequence and the place that it is for."""
+    """Remembers every chain that a decoder proposes, with the sequence and the place that it is for.
+
+    Sequences are counted as they are seated, in the order of their requests; which slot is free by then is chance.
+    """
 
     def __init__(self, decoder: Any) -> None:
         self.chains: dict[tuple[int, int], list[int]] = {}
-        self._propose = decoder.propose
-        decoder.propose = self.propose
+        self._sequences: dict[int, int] = {}
+        self._count = 0
+        self._seat, self._propose = decoder.seat, decoder.propose
+        decoder.seat, decoder.propose = self.seat, self.propose
+
+    def seat(self, executor: Any, seat: Any) -> None:
+        self._sequences[seat.slot] = self._count
+        self._count += 1
+        self._seat(executor, seat)
 
     def propose(self, executor: Any, batch: Any, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         chains = self._propose(executor, batch, rows, limits)
         for row, chain in zip(rows, chains, strict=True):
             if chain:
-                self.chains[int(batch.state_index[row]), int(batch.past_len[row])] = chain
+                self.chains[self._sequences[int(batch.state_index[row])], int(batch.past_len[row])] = chain
         return chains
 
 
