@@ -24,8 +24,8 @@ cdef double MOST_TRIALS = 2.0  # rounds of them that are saved up, and there at 
 
 
 cdef struct Record:
-    # Proposals that were kept and that were tried, with weights that fade; rounds without any, and after how many a
-    # trial is due; tokens that a trial proposes in the next round, 0 without one.
+    # Proposals that were kept and that were tried, with weights that fade; rounds without any (counted as far as the
+    # longest wait), and after how many a trial is due; tokens that a trial proposes in the next round, 0 without one.
     double kept
     double tried
     int32_t idle
@@ -118,7 +118,7 @@ cdef class LengthRecords:
         """Proposals worth making for each slot, at most `most` of it; see `DraftLengths`.
 
         Args:
-            alone: whether no prompt shares the step; a trial begins in no other.
+            alone: whether no prompt shares the step.  One with a prompt is part of no trial and of no sample.
             seconds: of the step without any proposal.
             per_row: that each proposal adds.  per_depth: that each token of the longest chain adds.
         """
@@ -132,9 +132,10 @@ cdef class LengthRecords:
             allowed.push_back(most[i])
             longest = max(longest, allowed[i])
         self._enter(count)
-        if self._guard.holds_back() and not (alone and self._due(slots, most)):
-            if alone:
-                self._pass(slots, most)
+        if alone and self._guard.holds_back() and not self._due(slots, most):
+            self._pass(slots, most)
+            return [0] * count
+        if not alone and self._guard.is_closed():
             return [0] * count
         self._rested = 0
         chosen.resize(count, 0)
@@ -180,8 +181,8 @@ cdef class LengthRecords:
             record = &self._records[slot]
             # Behind a sample a sequence goes on as before.
             if <int32_t>most[i] > 0 and (record.idle or not self._guard.is_sampling()):
-                record.idle += 1
-        self._rested += 1
+                record.idle = min(record.idle + 1, LONGEST_WAIT)
+        self._rested = min(self._rested + 1, ASKED_EVERY)
         self._guard.note(False)
         self._earn()
         return 0
@@ -303,5 +304,5 @@ cdef class LengthRecords:
         elif chosen and not closed:
             record.wait = FIRST_WAIT
         cdef int32_t length = max(chosen, min(record.trial, allowed))
-        record.idle = 0 if length or not allowed else record.idle + 1
+        record.idle = 0 if length or not allowed else min(record.idle + 1, LONGEST_WAIT)
         return length

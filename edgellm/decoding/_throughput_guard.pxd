@@ -44,5 +44,8 @@ cdef class ThroughputGuard:
     cdef void begin_trial(self) noexcept nogil
     cdef void note(self, bint proposes) noexcept nogil
     cdef void observe(self, double tokens, double seconds) noexcept nogil
+    cdef void _leave(self) noexcept nogil
+    cdef void _go_on(self, bint nothing_kept) noexcept nogil
     cdef void _add(self, RoundKind kind, double tokens, double seconds) noexcept nogil
     cdef void _judge(self, RoundKind kind) noexcept nogil
+    cdef void _end_trial(self) noexcept nogil

@@ -5,9 +5,10 @@ measured where its kind and residents are those of the round before; so the firs
 it (a step that ran ahead no more, or not yet), does not count, and neither does a stall.
 
 A bucket is open until proposing turns out not to be faster by 3 %, the standard error of both speeds granted.  Then it
-is closed, and opens when a trial, a few rounds in a row that propose, is faster by 3 %.  Idle rounds of an open bucket
-are measured in samples: a few in a row behind the first rounds that propose, then ever more rarely, and before it is
-closed upon what an old sample says.  Until both speeds are known nothing is closed.
+is closed, and opens when a trial, a few rounds in a row that propose, is faster by 3 %; where residents come and go in
+it, so that too few of them are measured, the next trial is judged with it.  Idle rounds of an open bucket are measured
+in samples: a few in a row behind the first rounds that propose, then ever more rarely, and before it is closed upon
+what an old sample says.  Until both speeds are known nothing is closed.
 """
 
 from libc.math cimport sqrt
@@ -112,12 +113,13 @@ cdef class ThroughputGuard:
     cdef bint enter(self, Py_ssize_t count) noexcept nogil:
         """A round of so many residents begins; may be said twice.  Whether they are another bucket's."""
         cdef int32_t place = 0
+        self._kind = UNMEASURED  # a round that failed may have left another
         while place + 1 < NUM_BUCKETS and (<Py_ssize_t>1 << place) < count:
             place += 1
         cdef bint other = self._bucket != &self._buckets[place]
         if other:
+            self._leave()
             self._bucket = &self._buckets[place]
-            self._sample_left = self._trial_left = 0
         if count != self._count:
             self._count, self._changed = count, True
         cdef Bucket *bucket = self._bucket
@@ -125,6 +127,12 @@ cdef class ThroughputGuard:
             scale(&bucket.idle, FADE_OF_IDLE**bucket.since)  # for the rounds in which none was seen
             bucket.since, self._sample_left = 0, SAMPLE_ROUNDS
         return other
+
+    cdef void _leave(self) noexcept nogil:
+        """The next round is another bucket's; a sample of this one ends as far as it came."""
+        if self._sample_left:
+            self._bucket.gap = gap_behind(self._bucket)
+        self._sample_left = self._trial_left = 0
 
     cdef bint is_closed(self) noexcept nogil:
         return self._bucket.closed
@@ -144,14 +152,14 @@ cdef class ThroughputGuard:
         return self._sample_left > 1 or (self._bucket.closed and self._trial_left <= 1)
 
     cdef void begin_trial(self) noexcept nogil:
-        """The first round of a trial of a closed bucket, which is judged by that trial alone."""
-        self._trial_left, self._bucket.proposing = TRIAL_ROUNDS, NO_PACE
+        """The first round of a trial of a closed bucket; it goes on with what one that could not be judged measured."""
+        self._trial_left = TRIAL_ROUNDS
 
     cdef void note(self, bint proposes) noexcept nogil:
         """What becomes of this round, whose rows all decode.  A trial ends where nothing is worth proposing."""
         self._kind = PROPOSING if proposes else IDLE if self._count else UNMEASURED
-        if not proposes:
-            self._trial_left = 0
+        if not proposes and self._trial_left:
+            self._trial_left, self._bucket.proposing = 0, NO_PACE
 
     cdef void observe(self, double tokens, double seconds) noexcept nogil:
         """This round brought so many tokens.
@@ -160,7 +168,6 @@ cdef class ThroughputGuard:
             seconds: since the end of the round before; 0 where that is not known, or prompts were part of either.
         """
         cdef RoundKind kind = self._kind
-        cdef bint nothing_kept
         cdef bint measured = kind == self._kind_before and not self._changed and seconds > 0.0
         self._kind, self._kind_before, self._changed = UNMEASURED, kind, False
         if kind == UNMEASURED:
@@ -168,14 +175,20 @@ cdef class ThroughputGuard:
         if measured:
             self._add(kind, tokens / self._count, seconds)
         if kind == PROPOSING and self._trial_left:
-            nothing_kept = self._trial_left == TRIAL_ROUNDS and tokens <= self._count
-            self._trial_left = 0 if nothing_kept or is_hopeless(self._bucket) else self._trial_left - 1
+            self._go_on(nothing_kept=tokens <= self._count)
         if is_known(self._bucket):
             self._judge(kind)
         if kind == IDLE and self._sample_left:
             self._sample_left -= 1
             if not self._sample_left:
                 self._bucket.gap = gap_behind(self._bucket)
+
+    cdef void _go_on(self, bint nothing_kept) noexcept nogil:
+        """A round of a trial, which ends early where its first round or its speed promises nothing."""
+        if is_hopeless(self._bucket) or (nothing_kept and self._trial_left == TRIAL_ROUNDS):
+            self._trial_left, self._bucket.proposing = 0, NO_PACE
+        else:
+            self._trial_left -= 1
 
     cdef void _add(self, RoundKind kind, double tokens, double seconds) noexcept nogil:
         cdef Bucket *bucket = self._bucket
@@ -189,10 +202,17 @@ cdef class ThroughputGuard:
     cdef void _judge(self, RoundKind kind) noexcept nogil:
         cdef Bucket *bucket = self._bucket
         if bucket.closed:
-            if kind == PROPOSING and not self._trial_left and gain_of(bucket) > 1.0 + MARGIN:
-                bucket.closed, bucket.since, bucket.gap = False, 0, SHORT_GAP
+            if kind == PROPOSING and not self._trial_left:
+                self._end_trial()
         elif gain_of(bucket) + error_of(bucket) < 1.0 + MARGIN:
             if bucket.since < SHORT_GAP:
-                bucket.closed, self._sample_left = True, 0
+                bucket.closed, bucket.proposing, self._sample_left = True, NO_PACE, 0
             else:
                 bucket.gap = min(bucket.gap, bucket.since)  # idle rounds may have slowed down too since the sample
+
+    cdef void _end_trial(self) noexcept nogil:
+        cdef Bucket *bucket = self._bucket
+        if gain_of(bucket) > 1.0 + MARGIN:
+            bucket.closed, bucket.since, bucket.gap = False, 0, SHORT_GAP
+        else:
+            bucket.proposing = NO_PACE

@@ -158,6 +158,17 @@ class Rounds:
             self.guesses.append(guessed)
         return self
 
+    def run_prompt(self, kept: int, rounds: int) -> list[bool]:
+        """Rounds beside chunks of a prompt; which of them propose."""
+        proposes = []
+        for _ in range(rounds):
+            chosen = self.lengths.limits(self.slots, [4] * len(self.slots), 64)
+            for slot, number in zip(self.slots, chosen, strict=True):
+                self.lengths.observe(slot, number, min(number, kept))
+            self.lengths.observe_round(64, 0.0)
+            proposes.append(any(chosen))
+        return proposes
+
 
 def test_what_the_next_round_does_is_known_one_round_ahead() -> None:
     rounds = Rounds().run(3.0, kept=1, rounds=3000)
@@ -224,3 +235,41 @@ def test_each_power_of_two_of_residents_is_judged_apart() -> None:
     rounds.slots = list(range(7))
     rounds.run(9.0, kept=1, rounds=8)
     assert sum(rounds.proposes[-8:]) <= 4
+
+
+def test_a_long_prompt_in_a_sample_leaves_a_good_draft_alone() -> None:
+    rounds = Rounds().run(1.2, kept=4, rounds=5)
+    assert rounds.proposes == [True] * 4 + [False]
+    assert all(rounds.run_prompt(4, rounds=300))
+    rounds.run(1.2, kept=4, rounds=4)
+    assert rounds.proposes[5:] == [False] * 3 + [True]
+
+
+def test_a_long_prompt_in_a_trial_waits_for_no_proposals_and_costs_no_later_trial() -> None:
+    rounds = Rounds().run(3.0, kept=1, rounds=200)
+    while not rounds.proposes[-1]:
+        rounds.run(3.0, kept=1)
+    assert not any(rounds.run_prompt(1, rounds=2000))
+    rounds.run(3.0, kept=1, rounds=4)
+    before = len(rounds.proposes)
+    rounds.run(1.2, kept=4, rounds=1600)
+    assert sum(rounds.proposes[before:]) > 500
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_a_draft_that_begins_to_pay_is_found_though_residents_come_and_go(every: int) -> None:
+    """No trial has three rounds with as many residents as the one before: several are judged together."""
+    rounds = Rounds().run(3.0, kept=1, rounds=200)
+    for number in range(4000 // every):
+        rounds.slots = list(range(7 + number % 2))
+        rounds.run(1.2, kept=4, rounds=every)
+    assert sum(rounds.proposes[-100:]) > 90
+
+
+@pytest.mark.parametrize("every", range(4, 10))
+def test_residents_that_change_between_two_buckets_end_no_sample_for_nothing(every: int) -> None:
+    rounds = Rounds()
+    for number in range(2000 // every):
+        rounds.slots = list(range(8 + number % 2))
+        rounds.run(1.2, kept=4, rounds=every)
+    assert sum(rounds.proposes[-500:]) > 475
