@@ -5,6 +5,7 @@ _Int32Array = npt.NDArray[np.int32]
 
 MIN_SHARED_ROWS: int
 
+def group_pays(rows: int, tokens: int, least_saved: int) -> bool: ...
 def find_shared_prefixes(
     past_len: _Int32Array,
     state_index: _Int32Array,

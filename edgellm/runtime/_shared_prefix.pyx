@@ -19,8 +19,12 @@ cdef struct Group:
 
 
 cdef bint _pays(int64_t rows, int64_t tokens, int64_t least) noexcept nogil:
-    """Whether `rows` rows that read a prefix of `tokens` tokens together save at least `least` tokens."""
     return rows >= LEAST_ROWS and (rows - 1) * tokens >= least
+
+
+def group_pays(int64_t rows, int64_t tokens, int64_t least_saved):
+    """Whether `rows` rows that read a prefix of `tokens` tokens together save at least `least_saved` tokens."""
+    return _pays(rows, tokens, least_saved)
 
 
 cdef Py_ssize_t _common(const int32_t *a, const int32_t *b, Py_ssize_t most) noexcept nogil:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.kernels.cu.paged_cascade import MAX_GROUPS
-from edgellm.runtime._shared_prefix import MIN_SHARED_ROWS, find_shared_prefixes
+from edgellm.runtime._shared_prefix import MIN_SHARED_ROWS, find_shared_prefixes, group_pays
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,7 +26,7 @@ MIN_SAVED_TOKENS = 65_536
 
 def sharing_pays(rows: int, tokens: int) -> bool:
     """Whether to read a prefix of `tokens` tokens once for `rows` rows instead of once for each."""
-    return rows >= MIN_SHARED_ROWS and (rows - 1) * tokens >= MIN_SAVED_TOKENS
+    return group_pays(rows, tokens, MIN_SAVED_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,10 @@ from edgellm.kernels.cu.paged_prefill import (
     MERGE_THREADS,
     RECORD_BYTES,
     WARPGROUP_ARCH,
-    WARPGROUP_CONTROL_BYTES,
-    WARPGROUP_RING,
-    WARPGROUP_ROWS,
-    WARPGROUP_THREADS,
     PrefillShape,
+    has_warpgroups,
     max_blocks,
-    ring_and_blocks,
-    tile_bytes,
+    tile_block,
     tile_threads_and_rows,
 )
 from edgellm.kernels.cu.spec import KernelSpec, Variant
@@ -147,28 +143,22 @@ def launch_config(
     Args:
         by_warpgroups: which kernel does it, for comparisons; None: the better one of the device.
     """
-    if by_warpgroups is None:
-        by_warpgroups = limits.arch == WARPGROUP_ARCH and not is_fp8
-    merge = LaunchConfig((-(-num_rows * num_heads * 32 // MERGE_THREADS), 1, 1), (MERGE_THREADS, 1, 1))
     shape = PrefillShape(num_rows, num_rows, num_heads, num_kv_heads, head_dim, 0, is_fp8, deterministic=False)
-    if by_warpgroups:
-        blocks = _blocks_of_a_head(1, num_kv_heads, limits)
-        config = LaunchConfig((limits.sm_count, 1, 1), (WARPGROUP_THREADS, 1, 1), _warpgroup_bytes(head_dim))
-        return CascadeLaunch(config, merge, True, WARPGROUP_ROWS, blocks, WARPGROUP_RING)
-    threads, tile_rows = tile_threads_and_rows(head_dim, deterministic=False, limits=limits)
-    query_bytes, stage_bytes = tile_bytes(shape, tile_rows)
-    ring, per_sm = ring_and_blocks(query_bytes, stage_bytes, max_blocks(threads, head_dim), limits)
-    blocks = _blocks_of_a_head(per_sm, num_kv_heads, limits)
-    shared_bytes = RECORD_BYTES + query_bytes + ring * stage_bytes
-    config = LaunchConfig((num_kv_heads, blocks, 1), (threads, 1, 1), shared_bytes)
-    return CascadeLaunch(config, merge, False, tile_rows, blocks, ring)
-
-
-def _warpgroup_bytes(head_dim: int) -> int:
-    """Shared bytes of the kernel of warpgroup products: query rows, the ring, control, the record."""
-    query_places, keys = (1, 64) if head_dim == 256 else (2, 128)
-    tiles = query_places * WARPGROUP_ROWS + WARPGROUP_RING * keys
-    return tiles * head_dim * 2 + WARPGROUP_CONTROL_BYTES + RECORD_BYTES
+    if by_warpgroups is None:
+        by_warpgroups = has_warpgroups(shape, limits)
+    block = tile_block(shape, limits, by_warpgroups=by_warpgroups)
+    blocks = _blocks_of_a_head(block.per_sm, num_kv_heads, limits)
+    grid = (limits.sm_count, 1, 1) if by_warpgroups else (num_kv_heads, blocks, 1)
+    # The kernel of warpgroup products keeps its record behind what prompts need.
+    shared_bytes = block.shared_bytes + by_warpgroups * RECORD_BYTES
+    return CascadeLaunch(
+        LaunchConfig(grid, (block.threads, 1, 1), shared_bytes),
+        LaunchConfig((-(-num_rows * num_heads * 32 // MERGE_THREADS), 1, 1), (MERGE_THREADS, 1, 1)),
+        by_warpgroups,
+        block.rows,
+        blocks,
+        block.ring,
+    )
 
 
 def _blocks_of_a_head(per_sm: int, num_kv_heads: int, limits: DeviceLimits) -> int:

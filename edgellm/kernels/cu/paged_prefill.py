@@ -274,7 +274,7 @@ def _state_bytes(head_dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class TileBlock:
     """A block of a kernel: threads, packed rows, shared memory, tiles in its ring, and how many share an SM."""
 
     threads: int
@@ -284,18 +284,19 @@ class _Block:
     per_sm: int
 
 
-def _block(shape: PrefillShape, limits: DeviceLimits, *, by_warpgroups: bool) -> _Block:
+def tile_block(shape: PrefillShape, limits: DeviceLimits, *, by_warpgroups: bool) -> TileBlock:
+    """The largest that the device holds; `by_warpgroups` says of which kernel."""
     if by_warpgroups:
         tile_keys = 64 if shape.head_dim == 256 else 128
         query_places = 1 if shape.head_dim == 256 or shape.deterministic else 2
         rows_and_keys = query_places * WARPGROUP_ROWS + WARPGROUP_RING * tile_keys
         totals = WARPGROUP_ROWS * shape.head_dim * 4 if shape.deterministic else 0
         shared_bytes = rows_and_keys * shape.head_dim * 2 + WARPGROUP_CONTROL_BYTES + totals
-        return _Block(WARPGROUP_THREADS, WARPGROUP_ROWS, shared_bytes, WARPGROUP_RING, 1)
+        return TileBlock(WARPGROUP_THREADS, WARPGROUP_ROWS, shared_bytes, WARPGROUP_RING, 1)
     threads, rows = tile_threads_and_rows(shape.head_dim, deterministic=shape.deterministic, limits=limits)
     query_bytes, stage_bytes = tile_bytes(shape, rows)
     ring, per_sm = ring_and_blocks(query_bytes, stage_bytes, max_blocks(threads, shape.head_dim), limits)
-    return _Block(threads, rows, RECORD_BYTES + query_bytes + ring * stage_bytes, ring, per_sm)
+    return TileBlock(threads, rows, RECORD_BYTES + query_bytes + ring * stage_bytes, ring, per_sm)
 
 
 @lru_cache(maxsize=4096)
@@ -313,7 +314,7 @@ def launch_config(
         by_warpgroups = has_warpgroups(shape, limits)
     elif by_warpgroups and not has_warpgroups(shape, limits):
         raise InvalidArgumentError(f"by_warpgroups: there is no such kernel for {shape} on {limits}; leave it out")
-    block = _block(shape, limits, by_warpgroups=by_warpgroups)
+    block = tile_block(shape, limits, by_warpgroups=by_warpgroups)
     packed_rows = shape.num_rows * shape.num_heads // shape.num_kv_heads
     tiles = (packed_rows + shape.num_sequences * (block.rows - 1)) // block.rows
     if tiles > MAX_GRID_YZ:
